@@ -1,0 +1,167 @@
+"""What a rank reports after a fault, and the one pure function that decides what everybody does about it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+
+class Phase(str, Enum):
+    """Where a rank stands inside an update (one optimizer step with all its micro-batches)."""
+
+    # Between two updates: everything up to the frontier is applied, nothing of the next update has begun
+    COMMITTED = "committed"
+    # From the first micro-batch's forward on, and again for each further micro-batch
+    FORWARD = "forward"
+    # From the loss until the vote: backward passes, gradient reduction, clipping
+    BACKWARD = "backward"
+    # The gradients are complete and the vote is cast; the optimizer has not written yet
+    PREPARED = "prepared"
+    # The vote has passed; the optimizer is writing
+    STEPPING = "stepping"
+
+
+class Action(str, Enum):
+    """A recovery action, cheapest first. An incident is named after the costliest action given to any rank."""
+
+    # Keep everything and go on: the rank stands at the highest frontier, between two updates
+    PRESERVE = "preserve"
+    # Apply the complete gradients that the rank holds: its peers have stepped, or only the vote was lost
+    ROLL_FORWARD = "roll_forward"
+    # Drop the gradients and run the same micro-batches again from host memory
+    REDO = "redo"
+    # Fail-stop: the supervisor relaunches from the newest checkpoint
+    RESTART = "restart"
+
+    @property
+    def cost(self) -> int:
+        """Position in the order of cost, 0 for the cheapest."""
+        return list(Action).index(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One rank's state at a fault, as exchanged in the AGREE phase.
+
+    Args:
+        rank: Global rank that reports.
+        generation: Number of the repair that the report belongs to.
+        frontier: Number of updates whose optimizer step this rank has applied (``F``).
+        phase: Where the rank stands inside its current update.
+        intact: Whether weights and optimizer state are whole, that is, no step was cut short while writing.
+        replayable: Whether the current update can be run again from memory.
+        detail: Why ``replayable`` or ``intact`` is false; empty otherwise.
+    """
+
+    rank: int
+    generation: int
+    frontier: int
+    phase: Phase
+    intact: bool = True
+    replayable: bool = True
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return {**asdict(self), "phase": self.phase.value}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RankReport:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            TypeError: if a field is missing or unknown.
+            ValueError: if the phase is not one of :class:`Phase`.
+        """
+        report = cls(**values)
+        return replace(report, phase=Phase(report.phase))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What every rank does, the same object on all of them.
+
+    Args:
+        verbs: One action per rank, in rank order.
+        action: The costliest of them, which names the incident.
+        frontier: The highest frontier reported (``F*``). All ranks stand on it once the roll-forwards are done, or on
+            the next one if every rank rolls forward from it.
+        reason: One sentence for a person.
+    """
+
+    verbs: tuple[Action, ...]
+    action: Action
+    frontier: int
+    reason: str
+
+
+def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple(Action)) -> Decision:
+    """Choose the recovery action of every rank from the reports of all of them.
+
+    Pure: all ranks hold the same reports, so all reach the same decision. ``F*`` is the highest frontier reported.
+    The boundary vote guarantees that no rank steps before all are at least ``PREPARED``; whatever contradicts that
+    guarantee, and every state that memory cannot repair, is a ``RESTART`` of all ranks.
+
+    Args:
+        reports: One report per rank, sorted by rank.
+        allowed: The actions that may be taken. If the decision would need another one, it becomes ``RESTART``.
+
+    Raises:
+        ValueError: if ``reports`` is empty or does not hold each rank exactly once, in order.
+    """
+    if not reports or [report.rank for report in reports] != list(range(len(reports))):
+        raise ValueError(
+            f"decide() needs one report per rank in rank order, got ranks {[report.rank for report in reports]}"
+        )
+    frontier = max(report.frontier for report in reports)
+    obstacle = _obstacle(reports, frontier)
+    if obstacle:
+        return _restart(reports, frontier, obstacle)
+    verbs = _verbs(reports, frontier)
+    forbidden = [verb for verb in verbs if verb not in allowed]
+    if forbidden:
+        return _restart(reports, frontier, f"{forbidden[0].value} is needed but not allowed here")
+    action = max(verbs, key=lambda verb: verb.cost)
+    return Decision(verbs=verbs, action=action, frontier=frontier, reason=_REASONS[action])
+
+
+_REASONS = {
+    Action.PRESERVE: "every rank stands between two updates",
+    Action.ROLL_FORWARD: "the gradients are complete on every rank that has not stepped",
+    Action.REDO: "at least one rank had not finished its gradients, so the update runs again from memory",
+}
+
+def _obstacle(reports: Sequence[RankReport], frontier: int) -> str:
+    """Why memory alone cannot bring these ranks together; empty if it can."""
+    if len({report.generation for report in reports}) > 1:
+        return f"the reports belong to different repairs: {sorted({report.generation for report in reports})}"
+    for report in reports:
+        where = f"rank {report.rank} at update {report.frontier} ({report.phase.value})"
+        if not report.intact or report.phase is Phase.STEPPING:
+            return f"{where} has a torn step: {report.detail or 'the optimizer was interrupted while writing'}"
+        if report.frontier < frontier - 1:
+            return f"{where} is {frontier - report.frontier} updates behind"
+        if report.frontier < frontier and report.phase is not Phase.PREPARED:
+            return f"{where} has no complete gradients although a peer has stepped"
+    if Action.REDO in _verbs(reports, frontier):
+        for report in reports:
+            if report.frontier == frontier and report.phase is not Phase.COMMITTED and not report.replayable:
+                return f"rank {report.rank} cannot run its update again: {report.detail or 'no reason given'}"
+    return ""
+
+
+def _verbs(reports: Sequence[RankReport], frontier: int) -> tuple[Action, ...]:
+    """The actions of ranks that are all intact and at most one update apart."""
+    current = [report for report in reports if report.frontier == frontier]
+    vote_lost = len(current) == len(reports) and all(report.phase is Phase.PREPARED for report in current)
+    begun = any(report.phase is not Phase.COMMITTED for report in current)
+    at_frontier = Action.ROLL_FORWARD if vote_lost else Action.REDO if begun else Action.PRESERVE
+    return tuple(at_frontier if report.frontier == frontier else Action.ROLL_FORWARD for report in reports)
+
+
+def _restart(reports: Sequence[RankReport], frontier: int, reason: str) -> Decision:
+    return Decision(
+        verbs=(Action.RESTART,) * len(reports), action=Action.RESTART, frontier=frontier, reason=reason
+    )

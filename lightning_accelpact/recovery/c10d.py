@@ -1,0 +1,156 @@
+"""The one file that touches private attributes of ``torch.distributed`` (checked against torch 2.13).
+
+Everything else speaks of process groups through these few functions; ``tests/recovery/test_c10d.py`` fails loudly
+when one of the attributes moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+CHECKED_TORCH = ("2.13",)
+
+_REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """What it takes to make a process group again under the same name.
+
+    Args:
+        name: Its name in torch's registry. Kept, so that compiled graphs and DTensor specs stay valid.
+        ranks: Global ranks of its members, in group order.
+        backend: Backend, or device-to-backend map (``cpu:gloo,cuda:nccl``).
+        description: Free text that torch shows in its logs.
+        is_world: Whether it is the default group.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    backend: str
+    description: str
+    is_world: bool
+
+
+def registered_groups() -> dict[GroupSpec, dist.ProcessGroup]:
+    """Every process group that this process is a member of, oldest first."""
+    world = distributed_c10d._world
+    return {_spec(group): group for group in world.pg_map}
+
+
+def _spec(group: dist.ProcessGroup) -> GroupSpec:
+    world = distributed_c10d._world
+    return GroupSpec(
+        name=world.pg_names[group],
+        ranks=tuple(dist.get_process_group_ranks(group)),
+        backend=str(world.pg_backend_config[group]),
+        description=group.group_desc,
+        is_world=group is dist.group.WORLD,
+    )
+
+
+def forget_groups() -> list[dist.ProcessGroup]:
+    """Take every process group out of torch's registries without shutting it down or waiting for it.
+
+    ``destroy_process_group`` waits for each group's threads (about 15 ms a Gloo group); a repair cannot afford that.
+
+    Returns:
+        The forgotten groups; whoever drops the last reference pays for their destruction.
+    """
+    world = distributed_c10d._world
+    groups = list(world.pg_map)
+    distributed_c10d._update_default_pg(None)
+    for name in _REGISTRIES:
+        getattr(world, name).clear()
+    distributed_c10d._unregister_all_process_groups()
+    return groups
+
+
+def create_group(spec: GroupSpec, *, rank: int, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
+    """Make the group of ``spec`` on ``store``. Members alone call this; the default group must come first."""
+    world = distributed_c10d._world
+    if spec.is_world:
+        count, world.group_count = world.group_count, int(spec.name)
+        dist.init_process_group(spec.backend, store=store, rank=rank, world_size=len(spec.ranks), timeout=timeout)
+        world.group_count = max(count, world.group_count)
+        return dist.group.WORLD
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(spec.ranks),
+        spec.ranks.index(rank),
+        list(spec.ranks),
+        spec.backend,
+        store,
+        spec.name,
+        timeout=timeout,
+        group_desc=spec.description,
+    )
+    world.pg_group_ranks[group] = {member: index for index, member in enumerate(spec.ranks)}
+    return group
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change how long the group's collectives may take."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def backend_names(group: dist.ProcessGroup) -> set[str]:
+    """The lower-case backend names behind a group, such as ``{"gloo"}``."""
+    config = distributed_c10d.BackendConfig(distributed_c10d._world.pg_backend_config[group])
+    return {str(name).lower() for name in config.get_device_backend_map().values()}
+
+
+def abort_all() -> None:
+    """Abort every NCCL communicator of this process, grouped into one call."""
+    distributed_c10d._abort_process_group(None)
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors the group can reduce."""
+    kinds = {device.type for device in group._device_types}
+    if "cuda" in kinds and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+_native_wait = dist.Work.wait
+_NO_TIMEOUT = timedelta(0)
+_SLICE = timedelta(milliseconds=100)
+
+
+def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
+    """Let a blocked synchronous collective return when the links are cut, also where Gloo forgets to wake it.
+
+    A Gloo pair that goes down wakes its queued receives, but not a send that has left the queue and not been written
+    (``Pair::signalException`` looks at bound buffers only): that collective would wait for its whole timeout. So the
+    wait is cut into slices, and given up between two of them. For host-synchronous backends only: on NCCL a wait with
+    a timeout blocks the host.
+
+    Args:
+        interrupted: Whether the links are down.
+    """
+
+    def wait(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        while timeout == _NO_TIMEOUT:
+            try:
+                return _native_wait(work, _SLICE)
+            except RuntimeError:
+                if work.is_completed():
+                    return _native_wait(work)
+                if interrupted():
+                    raise dist.DistBackendError("the collective was interrupted: its links are down") from None
+        return _native_wait(work, timeout)
+
+    dist.Work.wait = wait
+
+
+def mesh_registries(mesh: DeviceMesh) -> list[dict[str, dist.ProcessGroup]]:
+    """The name-to-group registries of a device mesh and of its root."""
+    root = mesh._get_root_mesh()
+    return [mesh._pg_registry] if root is mesh else [mesh._pg_registry, root._pg_registry]

@@ -1,0 +1,257 @@
+"""Communicators: interrupt, retire, rebuild and validate the process groups of one rank; one class per backend."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightning_accelpact.recovery import c10d, sockets
+from lightning_accelpact.recovery.c10d import GroupSpec
+
+_COMMUNICATION_ERROR = re.compile(
+    r"gloo|nccl|connection|socket|broken pipe|timed out|communicator|process group", re.IGNORECASE
+)
+
+
+class CommunicatorLost(RuntimeError):
+    """A training communicator failed, or was taken down so that a blocked collective returns."""
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether an exception that came out of a collective says that communication failed.
+
+    Gloo raises plain ``RuntimeError``, so its message has to decide.
+    """
+    if isinstance(error, (CommunicatorLost, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_COMMUNICATION_ERROR.search(str(error)))
+
+
+class Links(Protocol):
+    """The transport below the process groups of one backend."""
+
+    def watch(self) -> None:
+        """Called right before one or more groups are made."""
+
+    def record(self, group: str) -> None:
+        """Called right after ``group`` was made: what is new since the last call belongs to it."""
+
+    def cut(self, groups: Iterable[str] | None = None) -> int:
+        """Make every collective on the named groups (all if ``None``) fail at once, here and at the peers.
+
+        Returns:
+            How many links were still up.
+        """
+
+    def healthy(self) -> bool:
+        """Whether nothing is known to be wrong."""
+
+    def forget(self) -> None:
+        """Drop what is known of groups that are retired."""
+
+
+class GlooLinks:
+    """Gloo's connected TCP sockets.
+
+    ``abort()`` and ``shutdown()`` of a Gloo group do not wake a collective that waits; shutting its connected sockets
+    down does, within about a millisecond, on both ends. The listening sockets are left alone: closing one ends the
+    process.
+    """
+
+    def __init__(self, ignored_ports: Iterable[int] = ()) -> None:
+        self._ignored_ports = frozenset(ignored_ports)
+        self._sockets: dict[str, dict[int, str]] = {}
+        self._seen: dict[int, str] = {}
+        self._down = False
+        c10d.make_waits_interruptible(lambda: self._down)
+
+    def watch(self) -> None:
+        self._down = False
+        self._seen = sockets.open_sockets()
+
+    def record(self, group: str) -> None:
+        seen = sockets.open_sockets()
+        fresh = {fd: inode for fd, inode in seen.items() if self._seen.get(fd) != inode}
+        self._sockets[group] = {fd: inode for fd, inode in fresh.items() if self._is_link(fd)}
+        self._seen = seen
+
+    def cut(self, groups: Iterable[str] | None = None) -> int:
+        self._down = self._down or groups is None
+        names = list(self._sockets) if groups is None else groups
+        return sum(sockets.shut(fd, inode) for name in names for fd, inode in self._sockets.get(name, {}).items())
+
+    def healthy(self) -> bool:
+        return all(sockets.is_established(fd, inode) for sockets in self._sockets.values() for fd, inode in sockets.items())
+
+    def forget(self) -> None:
+        self._sockets = {}
+
+    def _is_link(self, fd: int) -> bool:
+        local, remote = sockets.ports(fd)
+        return remote != 0 and not self._ignored_ports & {local, remote}
+
+
+class NcclLinks:
+    """NCCL communicators, aborted together: aborting several one after the other is known to hang."""
+
+    def __init__(self, deadline: timedelta) -> None:
+        self._deadline = deadline
+        self._aborted = False
+
+    def watch(self) -> None:
+        self._aborted = False
+
+    def record(self, group: str) -> None:
+        """Nothing to remember: torch knows its NCCL communicators."""
+
+    def cut(self, groups: Iterable[str] | None = None) -> int:
+        if self._aborted or not dist.is_initialized():
+            return 0
+        self._aborted = True
+        worker = threading.Thread(target=c10d.abort_all, name="accelpact-abort", daemon=True)
+        worker.start()
+        worker.join(self._deadline.total_seconds())
+        if worker.is_alive():
+            raise CommunicatorLost(f"NCCL did not abort within {self._deadline.total_seconds():g} s")
+        return 1
+
+    def healthy(self) -> bool:
+        return not self._aborted
+
+    def forget(self) -> None:
+        self._aborted = False
+
+
+class Communicators:
+    """All process groups of this rank, replaced together in a repair.
+
+    Not only the group that failed: whoever waits in another group for a rank that has left for the repair must be
+    woken, and on Gloo that takes the group down. A generation number keeps a late interruption away from the
+    replacements.
+
+    Args:
+        rank: Global rank of this process.
+        make_store: Gives the store on which the groups of a generation meet. Must not share keys between generations:
+            a group that is rebuilt under the same name would read the dead group's addresses.
+        cut_store: Ends a wait on that store, from any thread.
+        links: The transport below the groups.
+        timeout: How long a collective may take.
+        rebuild_timeout: How long making one replacement may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        make_store: Callable[[int], dist.Store],
+        cut_store: Callable[[], None],
+        links: Links,
+        timeout: timedelta,
+        rebuild_timeout: timedelta,
+    ) -> None:
+        self._rank = rank
+        self._make_store = make_store
+        self._cut_store = cut_store
+        self._timeout = timeout
+        self._rebuild_timeout = rebuild_timeout
+        self._lock = threading.Lock()
+        self._specs: list[GroupSpec] = []
+        self._complete = True
+        self._store: dist.Store | None = None
+        self.links = links
+        self.generation = 0
+
+    @contextmanager
+    def adopt(self, name: str):
+        """Context in which the run makes process groups for the first time."""
+        self.links.watch()
+        yield
+        self.links.record(name)
+
+    def create_world(self, backend: str, world_size: int) -> None:
+        """Make the default group of generation 0."""
+        spec = GroupSpec(name="0", ranks=tuple(range(world_size)), backend=backend, description="", is_world=True)
+        with self.adopt("world"):
+            c10d.create_group(spec, rank=self._rank, store=self._make_store(0), timeout=self._timeout)
+
+    def interrupt(self, before: int) -> int:
+        """Make every collective of a generation lower than ``before`` fail at once, from any thread.
+
+        Returns:
+            The number of links that were still up.
+        """
+        with self._lock:
+            if self.generation >= before:
+                return 0
+            self._cut_store()
+            return self.links.cut()
+
+    def retire(self, generation: int) -> list[dist.ProcessGroup]:
+        """Take all groups out of service; from here on only a notice newer than ``generation`` interrupts.
+
+        Args:
+            generation: The repair that replaces them.
+
+        Returns:
+            The retired groups, still alive: references to them have to be found before they go.
+        """
+        with self._lock:
+            if self._complete:  # else a repair was cut short and these are only some of them
+                self._specs = list(c10d.registered_groups())
+            self._complete = False
+            self.links.cut()
+            self.links.forget()
+            self.generation = generation
+            self._store = self._make_store(generation)
+            self.links.watch()
+            return c10d.forget_groups()
+
+    def rebuild(self) -> dict[str, dist.ProcessGroup]:
+        """Make every retired group again, under its name and with its members.
+
+        Returns:
+            The replacements by name.
+
+        Raises:
+            CommunicatorLost: if a group cannot be made within the rebuild timeout.
+        """
+        try:
+            groups = {spec.name: self._create(spec) for spec in self._specs}
+        except RuntimeError as error:
+            raise CommunicatorLost(f"rebuilding generation {self.generation} failed: {error}") from error
+        self._complete = True
+        return groups
+
+    def _create(self, spec: GroupSpec) -> dist.ProcessGroup:
+        group = c10d.create_group(spec, rank=self._rank, store=self._store, timeout=self._rebuild_timeout)
+        self.links.record(self._label(spec))
+        return group
+
+    @staticmethod
+    def _label(spec: GroupSpec) -> str:
+        return "world" if spec.is_world else spec.description.removeprefix("mesh_")
+
+    def validate(self) -> None:
+        """Prove each group with an integer all-reduce (paper, phase 6), then give it its normal timeout.
+
+        Raises:
+            CommunicatorLost: if a sum is wrong.
+        """
+        for spec, group in c10d.registered_groups().items():
+            total = torch.ones(1, dtype=torch.int64, device=c10d.device_of(group))
+            dist.all_reduce(total, group=group)
+            if total.item() != len(spec.ranks):
+                raise CommunicatorLost(f"group {spec.name} summed {total.item()} over {len(spec.ranks)} ranks")
+            c10d.set_timeout(group, self._timeout)
+
+
+def dispose(groups: list[dist.ProcessGroup]) -> None:
+    """Destroy retired groups in the background: their threads take some 15 ms each to end, without the GIL."""
+    threading.Thread(target=groups.clear, name="accelpact-dispose", daemon=True).start()

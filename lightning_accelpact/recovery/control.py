@@ -1,0 +1,328 @@
+"""The control plane: a store that never shares a socket with training traffic, and one monitor thread per rank.
+
+Everything that ranks agree on is a *register*: a key that is written once, by whoever comes first, and whose value
+then stands for all (``compare_set`` on the store). A wait for a register is ended by its deadline or by the monitor,
+both of which write "no" into it and obey what stands. So no rank can wait for ever, and no two ranks can read
+different answers.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_accelpact.recovery import sockets
+
+_SIOCGIFADDR = 0x8915
+_YES, _NO = "yes", "no"
+_FOREVER = timedelta(days=365)
+
+
+class ControlLost(RuntimeError):
+    """The control store cannot be reached: nothing can be agreed any more."""
+
+
+class Superseded(RuntimeError):
+    """A newer fault overtook what was being agreed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """A message to every rank that a repair begins, or that the run ends.
+
+    Args:
+        generation: The repair it calls for.
+        rank: Who says so.
+        reason: What happened there.
+        time: Wall clock (Unix time) at which the sender observed it.
+        stop: Whether every rank must fail-stop instead of repairing.
+    """
+
+    generation: int
+    rank: int
+    reason: str
+    time: float
+    stop: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where the control store lives.
+
+    Args:
+        host: Address that every rank can reach.
+        port: TCP port.
+        hosted_here: Whether this process serves it. Under an elastic agent, which outlives every rank, no rank does.
+        namespace: Prefix of all keys; differs between attempts of a relaunched job.
+    """
+
+    host: str
+    port: int
+    hosted_here: bool
+    namespace: str = "accelpact"
+
+    @classmethod
+    def from_environment(cls, *, host: str, port: int, rank: int) -> Endpoint:
+        """The store at the launcher's rendezvous address: the elastic agent's where there is one, else rank 0's."""
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(host=host, port=port, hosted_here=rank == 0 and not by_agent, namespace=f"accelpact/{attempt}")
+
+    def serve(self) -> dist.TCPStore | None:
+        """Start the store if it is this process's to serve; it lives as long as the returned object."""
+        if not self.hosted_here:
+            return None
+        listener = _listen(self.host, self.port)
+        return dist.TCPStore(
+            self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    def connect(self, deadline: timedelta) -> dist.Store:
+        """A connection of one's own: a client is locked while it waits, so every thread needs another."""
+        client = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=deadline)
+        return dist.PrefixStore(self.namespace, client)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket on the address of ``host`` alone, or on all if that address is not one of this machine's."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        listener.bind(("", port))  # behind address translation
+    listener.listen(4096)
+    return listener
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface of this machine.
+
+    Raises:
+        ValueError: if there is no such interface or it has no address; names those that have one.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            known = [interface for _, interface in socket.if_nameindex()]
+            raise ValueError(
+                f"control_interface={name!r} is not an interface with an IPv4 address on this machine;"
+                f" its interfaces are {known}"
+            ) from None
+    return socket.inet_ntoa(answer[20:24])
+
+
+class ControlPlane:
+    """Agreement, notices and small gathers for one rank.
+
+    Args:
+        endpoint: Where the store is.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        deadline: How long a rank waits for its peers, at the most, before it vetoes what it waits for.
+    """
+
+    def __init__(self, *, endpoint: Endpoint, rank: int, world_size: int, deadline: timedelta) -> None:
+        self.endpoint = endpoint
+        self.rank = rank
+        self.world_size = world_size
+        self.deadline = deadline
+        self._server = endpoint.serve()
+        self.store = endpoint.connect(deadline)
+        self._gathers = 0
+
+    # -- registers
+
+    def settle(self, key: str, value: str, *, store: dist.Store | None = None) -> str:
+        """Write a register unless it has a value; returns the value that stands."""
+        return self._call(lambda: (store or self.store).compare_set(key, "", value)).decode()
+
+    def read(self, key: str, *, otherwise: str, deadline: timedelta | None = None) -> str:
+        """Wait for a register; if the deadline passes first, settle it with ``otherwise``."""
+        try:
+            self.store.wait([key], deadline or self.deadline)
+        except dist.DistStoreError:
+            return self.settle(key, otherwise)
+        except dist.DistNetworkError as error:
+            raise ControlLost(str(error)) from error
+        return self._call(lambda: self.store.get(key)).decode()
+
+    def cast(self, ballot: str) -> None:
+        """Cast this rank's "yes"; the last rank to do so settles the ballot."""
+        if self._call(lambda: self.store.add(f"{ballot}/count", 1)) == self.world_size:
+            self.settle(ballot, _YES)
+
+    def tally(self, ballot: str) -> bool:
+        """Wait until the ballot is settled: true if every rank voted, false if anyone vetoed first."""
+        return self.read(ballot, otherwise=_NO) == _YES
+
+    def veto(self, ballot: str, *, store: dist.Store | None = None) -> bool:
+        """Settle a ballot with "no" unless it is settled; true if it has passed all the same."""
+        return self.settle(ballot, _NO, store=store) == _YES
+
+    def exchange(self, topic: str, message: dict[str, Any], *, deadline: timedelta | None = None) -> list[dict[str, Any]]:
+        """Give a message to every rank and take theirs; all ranks get the same list, in rank order.
+
+        Raises:
+            Superseded: if a rank did not answer, or a newer notice came first.
+        """
+        self.settle(f"{topic}/{self.rank}", json.dumps(message))
+        keys = [f"{topic}/{peer}" for peer in range(self.world_size)]
+        try:
+            self.store.wait(keys, deadline or self.deadline)
+        except dist.DistStoreError:
+            self.abandon(topic)
+        except dist.DistNetworkError as error:
+            raise ControlLost(str(error)) from error
+        answers = [answer.decode() for answer in self._call(lambda: self.store.multi_get(keys))]
+        silent = [rank for rank, answer in enumerate(answers) if answer == _NO]
+        if silent:
+            raise Superseded(f"ranks {silent} did not answer in {topic}")
+        return [json.loads(answer) for answer in answers]
+
+    def abandon(self, topic: str, *, store: dist.Store | None = None) -> None:
+        """End an exchange for everybody: answers not given by now are settled as missing."""
+        for peer in range(self.world_size):
+            self.settle(f"{topic}/{peer}", _NO, store=store)
+
+    def gather_json(self, message: Any) -> list[Any]:
+        """Collect one JSON value per rank on every rank; a collective call."""
+        self._gathers += 1
+        wrapped = self.exchange(f"gather/{self._gathers}", {"value": message})
+        return [answer["value"] for answer in wrapped]
+
+    # -- notices
+
+    def notify(self, notice: Notice) -> None:
+        """Put a notice into every rank's inbox."""
+        text = json.dumps(asdict(notice))
+        keys = [_inbox(notice.generation, peer) for peer in range(self.world_size)]
+        self._call(lambda: self.store.multi_set(keys, [text] * len(keys)))
+
+    def notify_self(self, generation: int) -> None:
+        """Wake this rank's own monitor."""
+        self._call(lambda: self.store.set(_inbox(generation, self.rank), "{}"))
+
+    def close(self, patience: timedelta) -> None:
+        """Leave in good order; the rank that serves the store waits for the others, so that none loses it early."""
+        self.store.add("closed", 1)
+        limit = time.monotonic() + patience.total_seconds()
+        while self._server is not None and self.store.add("closed", 0) < self.world_size:
+            if time.monotonic() > limit:
+                break
+            time.sleep(0.01)
+        self._server = None
+
+    @staticmethod
+    def _call(operation: Callable[[], Any]) -> Any:
+        try:
+            return operation()
+        except dist.DistError as error:
+            raise ControlLost(f"the control store does not answer: {error}") from error
+
+
+class InterruptibleStore:
+    """A connection for making process groups, whose waits another thread can end.
+
+    Args:
+        endpoint: Where the store is.
+        deadline: How long one wait may take.
+    """
+
+    def __init__(self, endpoint: Endpoint, deadline: timedelta) -> None:
+        self._endpoint = endpoint
+        self._deadline = deadline
+        self._connection: dict[int, str] = {}
+        self._store: dist.Store | None = None
+
+    def for_generation(self, generation: int) -> dist.Store:
+        """The store on which the groups of one generation meet; connects again if it was interrupted."""
+        store = self._store
+        if store is None:
+            before = sockets.open_sockets()
+            store = self._endpoint.connect(self._deadline)
+            self._connection = {
+                fd: inode
+                for fd, inode in sockets.open_sockets().items()
+                # The serving rank also finds its peers' connections here: theirs end at the store's port
+                if before.get(fd) != inode and sockets.ports(fd)[1] == self._endpoint.port
+            }
+            self._store = store
+        return dist.PrefixStore(f"groups/{generation}", store)
+
+    def cut(self) -> None:
+        """End a wait on this store, from any thread."""
+        connection, self._connection, self._store = self._connection, {}, None
+        for fd, inode in connection.items():
+            sockets.shut(fd, inode)
+
+
+def _inbox(generation: int, rank: int) -> str:
+    return f"notice/{generation}/{rank}"
+
+
+class Monitor:
+    """The thread that waits for notices while the main thread computes or is blocked in a collective.
+
+    Args:
+        control: The control plane; the monitor opens a connection of its own.
+        on_notice: Called in the monitor thread with each notice and the monitor's own store.
+        on_lost: Called there with the reason when the control store is lost.
+    """
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        on_notice: Callable[[Notice, dist.Store], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._control = control
+        self._on_notice = on_notice
+        self._on_lost = on_lost
+        self._store = control.endpoint.connect(control.deadline)
+        self._closing = False
+        self.latest: Notice | None = None
+        self._thread = threading.Thread(target=self._run, name="accelpact-monitor", daemon=True)
+        self._thread.start()
+
+    @property
+    def noticed(self) -> int:
+        """The highest generation that a notice has called for."""
+        return self.latest.generation if self.latest else 0
+
+    def close(self) -> None:
+        """End the thread: a notice to oneself wakes it."""
+        self._closing = True
+        self._control.notify_self(self.noticed + 1)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._closing:
+            key = _inbox(self.noticed + 1, self._control.rank)
+            try:
+                self._store.wait([key], _FOREVER)
+                text = self._store.get(key).decode()
+            except dist.DistError as error:
+                if not self._closing:
+                    self._on_lost(str(error))
+                return
+            if self._closing:
+                return
+            self.latest = Notice(**json.loads(text))
+            self._on_notice(self.latest, self._store)

@@ -1,0 +1,129 @@
+"""The one file that touches private attributes of FSDP2 (``torch.distributed.fsdp.fully_shard``, torch 2.13).
+
+``tests/recovery/test_fsdp2.py`` fails loudly when one of the attributes moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+CHECKED_TORCH = ("2.13",)
+
+GROUP_ATTRIBUTES = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
+
+
+def states(root: torch.nn.Module) -> Iterator[Any]:
+    """The FSDP state of every wrapped module below ``root``, each once."""
+    seen: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and id(state := module._get_fsdp_state()) not in seen:
+            seen.add(id(state))
+            yield state
+
+
+def param_groups(root: torch.nn.Module) -> Iterator[Any]:
+    """Every FSDP parameter group below ``root``; a wrapped module without parameters of its own has none."""
+    for state in states(root):
+        yield from state._fsdp_param_groups
+
+
+def wrapped_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that FSDP wraps, outermost first."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def reset_iteration(root: torch.nn.Module) -> None:
+    """Bring FSDP back to IDLE after a forward or backward that was cut short; gradients of parameters stay.
+
+    FSDP initializes lazily, so before the first forward there is nothing to reset yet.
+    """
+    for group in param_groups(root):
+        # Its Work sits on the retired communicator, where the wait of reset_iter_state() would raise
+        group._all_gather_result = None
+    for module in wrapped_modules(root):
+        if module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+
+
+def drop_unsharded_gradients(root: torch.nn.Module) -> None:
+    """Drop what micro-batches without gradient sync have left behind.
+
+    ``reset_iter_state()`` of torch 2.13 says that it does this and does not; without it the next update is wrong.
+    """
+    for group in param_groups(root):
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            unsharded = getattr(param, "_unsharded_param", None)
+            if unsharded is not None:
+                unsharded.grad = None
+
+
+def set_gradient_sync(root: torch.nn.Module, enabled: bool) -> None:
+    """Whether backward passes reduce gradients, for every FSDP root below ``root``."""
+    for module in wrapped_modules(root):
+        module.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def reduces_gradients(root: torch.nn.Module) -> bool:
+    """Whether the next backward pass reduces gradients, that is, belongs to the update's last micro-batch."""
+    return all(group.reduce_grads for group in param_groups(root))
+
+
+def sharded_parameters(root: torch.nn.Module) -> list[torch.Tensor]:
+    """Every parameter that is a DTensor, each once."""
+    return [parameter for parameter in root.parameters() if isinstance(parameter, DTensor)]
+
+
+def meshes(root: torch.nn.Module) -> list[DeviceMesh]:
+    """Every device mesh that FSDP or a sharded parameter names, each once."""
+    found: dict[int, DeviceMesh] = {}
+    for group in param_groups(root):
+        for info in _mesh_infos(group):
+            found[id(info.mesh)] = info.mesh
+            if info.spmd_mesh is not None:
+                found[id(info.spmd_mesh)] = info.spmd_mesh
+        for param in group.fsdp_params:
+            mesh = param.sharded_param.device_mesh
+            found[id(mesh)] = mesh
+    return list(found.values())
+
+
+def group_holders(root: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every place in FSDP that names a process group, as (attribute dictionary, key)."""
+    seen: set[int] = set()
+    for group in param_groups(root):
+        for info in _mesh_infos(group):
+            if id(info) not in seen:
+                seen.add(id(info))
+                attributes = vars(info)
+                yield from ((attributes, name) for name in GROUP_ATTRIBUTES if attributes.get(name) is not None)
+        for comm in (group._all_gather_comm, group._reduce_scatter_comm):
+            attributes = getattr(comm, "__dict__", {})
+            yield from ((attributes, key) for key, value in attributes.items() if isinstance(value, dist.ProcessGroup))
+
+
+def _mesh_infos(group: Any) -> list[Any]:
+    infos = (group.mesh_info, group.post_forward_mesh_info)
+    return [info for info in infos if info is not None]
+
+
+def hook_last_reduction(root: torch.nn.Module, hook: Callable[[], None]) -> None:
+    """Call ``hook`` between the reduce-scatter and the all-reduce of the group that backward reduces last."""
+    group = next(param_groups(root))
+    reduce_scatter = group._reduce_scatter_comm
+
+    class Hooked(type(reduce_scatter)):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            work = super().__call__(*args, **kwargs)
+            hook()
+            return work
+
+    group._reduce_scatter_comm = Hooked.__new__(Hooked)
+    vars(group._reduce_scatter_comm).update(vars(reduce_scatter))

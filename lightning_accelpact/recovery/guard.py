@@ -1,0 +1,44 @@
+"""The boundary guard: two-phase commit of every update, with the frontier as the log.
+
+Between "my gradients are complete" and "the optimizer writes" each rank votes on the control plane and steps only when
+all have voted. So whenever a rank is found at ``F + 1``, every other one is at least ``PREPARED`` at ``F``, and rolling
+forward is always possible. The ballot is a register (see ``control.py``): it passes or is vetoed once, for everybody.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from lightning_accelpact.recovery.control import ControlPlane
+from lightning_accelpact.recovery.progress import Progress
+
+
+class BoundaryGuard:
+    """The commit vote of one rank.
+
+    Args:
+        control: Where the ballots are.
+        progress: Names the update that is voted on.
+    """
+
+    def __init__(self, control: ControlPlane, progress: Progress) -> None:
+        self._control = control
+        self._progress = progress
+        self._ballot = ""
+
+    def cast(self) -> None:
+        """Declare this rank's gradients of the current update complete."""
+        self._control.cast(self._ballot)
+
+    def open(self, generation: int) -> None:
+        """Name the ballot of the current update in this generation."""
+        progress = self._progress
+        self._ballot = f"vote/{progress.run}/{generation}/{progress.frontier}"
+
+    def passed(self) -> bool:
+        """Wait for the outcome: true if every rank is prepared, false if a rank vetoed first."""
+        return self._control.tally(self._ballot)
+
+    def veto(self, store: dist.Store) -> None:
+        """End the open vote with "no" unless it has passed; called from the monitor thread with its own store."""
+        self._control.veto(self._ballot, store=store)

@@ -1,0 +1,497 @@
+"""The repair: OBSERVE, ADMIT_LOCAL, AGREE, REPLACE, REBIND, VALIDATE_AND_RELEASE (paper, six-phase state machine).
+
+A fault during a repair starts it again at the next generation; after ``repair_budget`` seconds or
+``max_repairs_per_update`` tries it becomes ``RESTART``.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import Protocol
+
+import torch.distributed as dist
+
+from lightning_accelpact.recovery.action import Action, Decision, Phase, RankReport, decide
+from lightning_accelpact.recovery.communicator import (
+    CommunicatorLost,
+    Communicators,
+    dispose,
+    is_communication_error,
+)
+from lightning_accelpact.recovery.control import ControlLost, ControlPlane, Notice, Superseded
+from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
+from lightning_accelpact.recovery.guard import BoundaryGuard
+from lightning_accelpact.recovery.incident import Incident
+from lightning_accelpact.recovery.progress import Progress
+from lightning_accelpact.recovery.rebind import Reference, StaleReference, rebind
+
+log = logging.getLogger("accelpact")
+
+_SOURCE_PLACE = re.compile(r"^\[[^\]]*\]\s*")
+
+FAIL_STOP_EXIT_CODE = 86
+"""Exit code of a process that fail-stops; a supervisor relaunches it from the newest checkpoint."""
+
+
+class RepairPhase(str, Enum):
+    """The phases of a repair; each has a timer of the same name in the incident."""
+
+    # From the first sign of the fault until this rank knows of it; the peers are woken
+    OBSERVE = "detect_s"
+    # The device is idle, the wrapper is back at IDLE, the aborted step's frames are gone
+    ADMIT_LOCAL = "admit_s"
+    # Every rank's report is exchanged, and all reach the same decision
+    AGREE = "agree_s"
+    # The old communicators are taken out of service ...
+    RETIRE = "retire_s"
+    # ... and made again with the same members
+    REBUILD = "rebuild_s"
+    # Every cached reference is redirected and counted
+    REBIND = "rebind_s"
+    # An integer all-reduce on each new communicator, then all ranks are released together
+    VALIDATE_AND_RELEASE = "validate_s"
+
+
+class FailStop(SystemExit):
+    """Training cannot go on from memory. Ends the process with :data:`FAIL_STOP_EXIT_CODE` unless caught.
+
+    Args:
+        message: What happened, where, and what to resume from.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(FAIL_STOP_EXIT_CODE)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UpdateAborted(RuntimeError):
+    """The boundary guard has repaired a fault and the update must run again: unwinds to whoever holds the window."""
+
+
+class Subject(Protocol):
+    """What is being protected: the wrapped model and its references."""
+
+    def settle_device(self) -> None:
+        """Wait until nothing of the aborted step runs on the device."""
+
+    def reset(self) -> None:
+        """Bring the wrapper back to IDLE; gradients of parameters stay."""
+
+    def references(self) -> list[Reference]:
+        """Every reference that may name a communicator."""
+
+    def obstacle(self) -> str:
+        """Why the current update cannot be run again; empty if it can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairPolicy:
+    """What repairs may do and how long they may take.
+
+    Args:
+        repair_budget: Seconds from a fault until the run goes on, or fail-stops.
+        max_repairs_per_update: Repairs begun at one frontier before the run fail-stops.
+        allowed: Actions that may be taken; anything else becomes ``RESTART``.
+        rebinding: Off only to show that a repair without it fails (the paper's ablation).
+        guard: Off only to measure what the commit vote costs; a run without it cannot recover a fault.
+    """
+
+    repair_budget: float
+    max_repairs_per_update: int
+    allowed: Collection[Action] = field(default_factory=lambda: tuple(Action))
+    rebinding: bool = True
+    guard: bool = True
+
+
+def _no_span(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class RepairMachine:
+    """Guards every update of one rank and repairs its communicators.
+
+    Args:
+        control: The control plane.
+        communicators: The training communicators.
+        progress: Where this rank stands; the machine moves it.
+        subject: The wrapped model.
+        policy: Limits and allowed actions.
+        faults: Injected faults; an empty plan in production.
+        resume_hint: Says which checkpoint a restart would resume from.
+        span: Gives the context in which time of a named class (``guard``, ``group_repair``) is spent.
+    """
+
+    def __init__(
+        self,
+        *,
+        control: ControlPlane,
+        communicators: Communicators,
+        progress: Progress,
+        subject: Subject,
+        policy: RepairPolicy,
+        faults: FaultInjector,
+        resume_hint: Callable[[], str] = lambda: "no checkpoint has been written",
+        span: Callable[[str], AbstractContextManager[None]] = _no_span,
+    ) -> None:
+        self._control = control
+        self._communicators = communicators
+        self._subject = subject
+        self._policy = policy
+        self._resume_hint = resume_hint
+        self._span = span
+        self._repairs_at: dict[int, int] = {}
+        self._notice: Notice | None = None
+        self._control_lost = ""
+        self._waiting: tuple[int, Callable[[dist.Store], object]] | None = None
+        self._retired: list[dist.ProcessGroup] = []
+        self.generation = communicators.generation
+        self.progress = progress
+        self.guard = BoundaryGuard(control, progress)
+        self.faults = faults
+        self.incidents: list[Incident] = []
+        self.inside_update = False
+        self.on_redo: Callable[[], None] = lambda: None
+
+    # -- called by the monitor thread
+
+    def on_notice(self, notice: Notice, store: dist.Store) -> None:
+        """Take in a peer's notice: end what this rank waits for, and make a blocked collective return."""
+        self._notice = notice
+        waiting = self._waiting
+        if waiting is not None and waiting[0] < notice.generation:
+            waiting[1](store)
+        self._communicators.interrupt(before=notice.generation)
+
+    def on_control_lost(self, reason: str) -> None:
+        """The monitor has lost the control store: wake the main thread, which fail-stops."""
+        self._control_lost = reason
+        self._communicators.interrupt(before=self.generation + 2)
+
+    # -- called by the training loop
+
+    @property
+    def pending(self) -> bool:
+        """Whether a notice has come that this rank has not acted on."""
+        return bool(self._control_lost) or (self._notice is not None and self._notice.generation > self.generation)
+
+    def enter(self, phase: Phase) -> None:
+        """The current micro-batch has reached ``FORWARD`` or ``BACKWARD``."""
+        self.progress.phase = phase
+
+    def vote(self) -> None:
+        """Boundary guard: returns when the optimizer may write.
+
+        Raises:
+            UpdateAborted: if a fault was repaired meanwhile and the update has to run again.
+            FailStop: if it could not be repaired.
+        """
+        with self._span("guard"):
+            failure = self._vote()
+        if failure is None:
+            self.progress.phase = Phase.STEPPING
+            return
+        if self.recover(failure) is not Action.ROLL_FORWARD:
+            raise UpdateAborted
+        self.progress.phase = Phase.STEPPING
+
+    def _vote(self) -> BaseException | None:
+        """Vote; returns what went wrong, or ``None`` if the step is on."""
+        self.progress.phase = Phase.PREPARED
+        if not self._policy.guard:
+            return None
+        try:
+            self.faults.fire(FaultPoint.VOTE)
+            self.guard.open(self.generation)
+            with self._interruptible(self.generation, self.guard.veto):
+                self.guard.cast()
+                if not self.guard.passed():
+                    return Superseded("the vote was vetoed")
+            self.faults.fire(FaultPoint.STEP)
+        except (CommunicatorLost, Superseded) as error:
+            return error
+        except ControlLost as error:
+            self._fail_stop(str(error))
+        return None
+
+    def stepped(self) -> None:
+        """The optimizer has written: the frontier moves. Repairs at once if a peer waits for it."""
+        self.progress.commit()
+        try:
+            self.faults.fire(FaultPoint.BOUNDARY)
+        except CommunicatorLost as error:
+            self.recover(error)
+        self.poll()
+
+    def poll(self) -> Action | None:
+        """Take part in a repair that a peer has asked for; returns this rank's action, or ``None`` without one."""
+        return self.recover(None) if self.pending else None
+
+    def recovers(self, error: BaseException) -> bool:
+        """Whether an exception out of the training loop is a communication fault."""
+        if isinstance(error, (FailStop, ControlLost)):
+            return False
+        return is_communication_error(error) or (
+            isinstance(error, RuntimeError) and (self.pending or not self._communicators.links.healthy())
+        )
+
+    def recover(self, error: BaseException | None) -> Action:
+        """Repair; returns what this rank has to do now.
+
+        Args:
+            error: This rank's own exception, or ``None`` if it follows a peer's notice.
+
+        Raises:
+            FailStop: if the decision is ``RESTART`` or the budget is used up.
+        """
+        with self._span("group_repair"):
+            incident = self._observe(error)
+            _drop_frames(error)
+            verb = self._repair(incident)
+        if verb is Action.REDO and self.progress.phase is not Phase.COMMITTED:  # else there is nothing to rewind yet
+            self.progress.phase = Phase.COMMITTED
+            self.progress.micro_batch = 0
+            self.on_redo()
+        return verb
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """While micro-batches run: a collective that fails here belongs to the update's window."""
+        self.inside_update = True
+        try:
+            yield
+        finally:
+            self.inside_update = False
+
+    def confirm(self, sequence: int) -> bool:
+        """Vote that this rank has finished an operation of all ranks outside an update.
+
+        Args:
+            sequence: Its number, the same on every rank.
+
+        Returns:
+            Whether every rank has finished it; otherwise a fault came first and it must run again after a repair.
+        """
+        ballot = f"operation/{self.progress.run}/{self.generation}/{sequence}"
+        try:
+            with self._interruptible(self.generation, lambda store: self._control.veto(ballot, store=store)):
+                self._control.cast(ballot)
+                return self._control.tally(ballot)
+        except Superseded:
+            return False
+        except ControlLost as error:
+            self._fail_stop(str(error))
+
+    # -- the repair
+
+    def _observe(self, error: BaseException | None) -> Incident:
+        progress, notice = self.progress, self._notice if self.pending else None
+        now = time.time()
+        struck, self.faults.struck_at = self.faults.struck_at, None
+        since = struck or (notice.time if notice else now)
+        told = error is None or (notice is not None and notice.rank != progress.rank)
+        incident = Incident(
+            rank=progress.rank,
+            number=len(self.incidents) + 1,
+            generation=self.generation,
+            time=now,
+            source="notice" if told else "exception",
+            reason=_summary(error) if error is not None else (notice.reason if notice else self._control_lost),
+            phase=progress.phase.value,
+            frontier=progress.frontier,
+            detect_s=max(0.0, now - since),
+        )
+        if progress.phase is Phase.STEPPING:
+            progress.intact = False
+        self.incidents.append(incident)
+        return incident
+
+    def _repair(self, incident: Incident) -> Action:
+        begun = time.monotonic()
+        reason = incident.reason
+        while True:
+            generation = self._call(incident, reason, begun)
+            try:
+                decision = self._attempt(generation, incident)
+            except (CommunicatorLost, Superseded) as again:
+                reason = _summary(again)
+                _drop_frames(again)
+            except ControlLost as lost:
+                self._fail_stop(str(lost), incident)
+            except RuntimeError as failure:
+                if isinstance(failure, StaleReference) or not self.recovers(failure):
+                    raise
+                reason = _summary(failure)
+                _drop_frames(failure)
+            else:
+                break
+        incident.total_s = time.monotonic() - begun
+        incident.outcome = "recovered"
+        return self._conclude(decision, incident)
+
+    def _call(self, incident: Incident, reason: str, begun: float) -> int:
+        """OBSERVE: choose the generation of the next try, tell everybody, wake this rank's groups."""
+        self._check_orders(incident)
+        self._check_budget(incident, reason, begun)
+        incident.attempts += 1
+        joined = self._notice.generation if self.pending and self._notice else 0
+        generation = max(joined, self.generation + 1)
+        if generation > joined:
+            self._notify(Notice(generation=generation, rank=self.progress.rank, reason=reason, time=time.time()))
+        self.generation = incident.generation = generation
+        self._communicators.interrupt(before=generation)
+        return generation
+
+    def _check_orders(self, incident: Incident) -> None:
+        if self._control_lost:
+            self._fail_stop(f"the control store is lost: {self._control_lost}", incident)
+        if self._notice is not None and self._notice.stop:
+            self._fail_stop(f"rank {self._notice.rank} stopped: {self._notice.reason}", incident)
+
+    def _check_budget(self, incident: Incident, reason: str, begun: float) -> None:
+        policy, spent = self._policy, time.monotonic() - begun
+        begun_here = self._repairs_at[self.progress.frontier] = self._repairs_at.get(self.progress.frontier, 0) + 1
+        if spent > policy.repair_budget:
+            self.stop_all(f"no repair within repair_budget={policy.repair_budget:g} s: {reason}", incident)
+        if begun_here > policy.max_repairs_per_update:
+            self.stop_all(f"max_repairs_per_update={policy.max_repairs_per_update} is used up: {reason}", incident)
+
+    def _attempt(self, generation: int, incident: Incident) -> Decision:
+        """One pass through the phases; raises if another fault cuts it short."""
+        with self._timed(incident, RepairPhase.ADMIT_LOCAL):
+            self._subject.settle_device()
+            self._subject.reset()
+        with self._timed(incident, RepairPhase.AGREE):
+            decision = self._agree(generation)
+        incident.action, incident.verb = decision.action.value, decision.verbs[self.progress.rank].value
+        if decision.action is Action.RESTART:
+            self._fail_stop(decision.reason, incident)
+        with self._timed(incident, RepairPhase.RETIRE):
+            self._retired += self._communicators.retire(generation)
+        with self._interruptible(generation, lambda store: None):
+            self._replace(incident)
+        with self._timed(incident, RepairPhase.VALIDATE_AND_RELEASE):
+            self._release(generation)
+        return decision
+
+    def _agree(self, generation: int) -> Decision:
+        self.progress.obstacle = self._subject.obstacle()
+        topic = f"report/{generation}"
+        deadline = timedelta(seconds=self._policy.repair_budget)
+        with self._interruptible(generation, lambda store: self._control.abandon(topic, store=store)):
+            report = self.progress.report(generation).to_dict()
+            answers = self._control.exchange(topic, report, deadline=deadline)
+        return decide([RankReport.from_dict(answer) for answer in answers], allowed=self._policy.allowed)
+
+    def _replace(self, incident: Incident) -> None:
+        self.faults.fire(FaultPoint.REPAIR)
+        with self._timed(incident, RepairPhase.REBUILD):
+            replacements = self._communicators.rebuild()
+            self.faults.fire(FaultPoint.VALIDATE)
+        with self._timed(incident, RepairPhase.REBIND):
+            if self._policy.rebinding:
+                count = rebind(self._subject.references(), self._retired, replacements)
+                incident.references, incident.stale_references = count.retired, count.stale
+        with self._timed(incident, RepairPhase.VALIDATE_AND_RELEASE):
+            self._communicators.validate()
+
+    def _release(self, generation: int) -> None:
+        ballot = f"release/{generation}"
+        with self._interruptible(generation, lambda store: self._control.veto(ballot, store=store)):
+            self._control.cast(ballot)
+            if not self._control.tally(ballot):
+                raise Superseded(f"the release of repair {generation} was vetoed")
+        retired, self._retired = self._retired, []
+        dispose(retired)
+
+    @contextmanager
+    def _interruptible(self, generation: int, end: Callable[[dist.Store], object]) -> Iterator[None]:
+        """Let the monitor end what this rank waits for when a newer repair is called.
+
+        Raises:
+            Superseded: if one has been called already.
+        """
+        self._waiting = (generation, end)
+        try:
+            if self._notice is not None and self._notice.generation > generation:
+                raise Superseded(f"rank {self._notice.rank} called repair {self._notice.generation}")
+            yield
+        finally:
+            self._waiting = None
+
+    def _conclude(self, decision: Decision, incident: Incident) -> Action:
+        if self.progress.rank == 0:
+            log.warning(
+                "update %d: %s, repaired in %.0f ms: %s",
+                decision.frontier, decision.action.value, incident.total_s * 1e3, incident.reason,
+            )  # fmt: skip
+        return decision.verbs[self.progress.rank]
+
+    # -- fail-stop
+
+    def stop_all(self, reason: str, incident: Incident | None = None) -> None:
+        """Fail-stop on every rank."""
+        self.tell_stop(reason)
+        self._fail_stop(reason, incident)
+
+    def tell_stop(self, reason: str) -> None:
+        """Make every other rank fail-stop, because this one ends for a reason of its own."""
+        newest = max(self.generation, self._notice.generation if self._notice else 0)
+        self._notify(Notice(generation=newest + 1, rank=self.progress.rank, reason=reason, time=time.time(), stop=True))
+
+    def _notify(self, notice: Notice) -> None:
+        try:
+            self._control.notify(notice)
+        except ControlLost as error:
+            log.error("notice %d could not be given: %s", notice.generation, error)
+            self._control_lost = str(error)
+
+    def _fail_stop(self, reason: str, incident: Incident | None = None) -> None:
+        if incident is not None:
+            incident.action = incident.verb = Action.RESTART.value
+            incident.outcome = "fail_stop"
+            incident.total_s = max(incident.total_s, time.time() - incident.time)
+        self._communicators.interrupt(before=self.generation + 2)
+        progress = self.progress
+        where = incident or progress
+        phase = incident.phase if incident else progress.phase.value
+        message = (
+            f"fail-stop on rank {progress.rank} in phase {phase} at frontier {where.frontier}: {reason}."
+            f" To go on: {self._resume_hint()} (exit code {FAIL_STOP_EXIT_CODE})"
+        )
+        log.error(message)
+        raise FailStop(message)
+
+    @staticmethod
+    @contextmanager
+    def _timed(incident: Incident, phase: RepairPhase) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(incident, phase.value, getattr(incident, phase.value) + time.perf_counter() - begun)
+
+
+def _summary(error: BaseException) -> str:
+    """The error's type and first sentence, without the place in the library's source that Gloo puts in front."""
+    text = _SOURCE_PLACE.sub("", str(error)).splitlines()
+    return f"{type(error).__name__}: {text[0].split('. ')[0] if text else ''}"
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Let go of the aborted step: its frames keep activations and the retired communicator alive."""
+    while error is not None:
+        if error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error.__context__, error = None, error.__context__

@@ -1,0 +1,132 @@
+"""The options of the strategy and the plugin, checked before any process group is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from lightning_accelpact.recovery.action import Action
+
+_UNCOMMITTED = ("redo", "restart")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryOptions:
+    """What may be repaired, and how long it may take.
+
+    Args:
+        repair_budget: Seconds from a fault until the run goes on; after that it fail-stops. Longer than
+            ``collective_timeout``: a rank that no notice reaches leaves its collective only then.
+        max_repairs_per_update: Repairs begun during one update before the run fail-stops.
+        collective_timeout: Seconds that a collective or a commit vote may take; longer than the slowest rank's
+            longest pause between two collectives.
+        rebuild_timeout: Seconds that making one communicator may take in a repair; shorter than
+            ``collective_timeout``, since a second fault during the repair may cost this much.
+        control_interface: Network interface whose address the control plane uses; ``None`` for the launcher's
+            rendezvous address.
+        uncommitted: What a fault inside an update does: ``redo`` runs the update again from memory, ``restart``
+            fail-stops as the paper does.
+
+    Raises:
+        ValueError: names the value, what is allowed and what to do.
+    """
+
+    repair_budget: float = 900.0
+    max_repairs_per_update: int = 5
+    collective_timeout: float = 600.0
+    rebuild_timeout: float = 10.0
+    control_interface: str | None = None
+    uncommitted: Literal["redo", "restart"] = "redo"
+
+    def __post_init__(self) -> None:
+        for name in ("repair_budget", "collective_timeout", "rebuild_timeout"):
+            self._require_seconds(name)
+        self._require_order("rebuild_timeout", "collective_timeout", "a rebuild would outlast the collectives")
+        self._require_order("collective_timeout", "repair_budget", "healthy ranks would be given up too early")
+        repairs = self.max_repairs_per_update
+        if isinstance(repairs, bool) or not isinstance(repairs, int) or repairs < 1:
+            raise ValueError(f"max_repairs_per_update={repairs!r} must be a whole number of at least 1")
+        if self.uncommitted not in _UNCOMMITTED:
+            raise ValueError(f"uncommitted={self.uncommitted!r} must be one of {list(_UNCOMMITTED)}")
+
+    def _require_seconds(self, name: str) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value <= 0:
+            raise ValueError(f"{name}={value!r} must be a finite number of seconds above 0")
+
+    def _require_order(self, shorter: str, longer: str, otherwise: str) -> None:
+        low, high = getattr(self, shorter), getattr(self, longer)
+        if low >= high:
+            raise ValueError(
+                f"{shorter}={low:g} s must be shorter than {longer}={high:g} s, otherwise {otherwise}:"
+                f" raise {longer} or lower {shorter}"
+            )
+
+    @property
+    def allowed(self) -> tuple[Action, ...]:
+        """The actions that these options allow."""
+        return tuple(action for action in Action if self.uncommitted == "redo" or action is not Action.REDO)
+
+    def seconds(self, name: str) -> timedelta:
+        """One of the durations as torch wants it."""
+        return timedelta(seconds=getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HsdpShape:
+    """How many replicas of how many shards.
+
+    Args:
+        replicate: Size of a replication group, across nodes.
+        shard: Size of a sharding group, inside a node.
+    """
+
+    replicate: int
+    shard: int
+
+    @classmethod
+    def resolve(
+        cls, replicate: int | Literal["auto"], shard: int | Literal["auto"], *, num_nodes: int, devices_per_node: int
+    ) -> HsdpShape:
+        """Fill in ``"auto"``: nodes × devices per node; on one node 2 × the rest if that divides.
+
+        Raises:
+            ValueError: if the sizes do not multiply to the number of processes, or there is only one process.
+        """
+        world = num_nodes * devices_per_node
+        if world < 2:
+            raise ValueError(
+                "accelpact_hsdp needs at least 2 processes, since recovery needs peers; got 1:"
+                " raise Trainer(devices=..., num_nodes=...)"
+            )
+        for name, size in (("replicate", replicate), ("shard", shard)):
+            if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ValueError(f'{name}={size!r} must be "auto" or a whole number of at least 1')
+        replicate, shard = cls._fill(replicate, shard, num_nodes, world)
+        if replicate * shard != world:
+            fitting = [f"{size} x {world // size}" for size in range(1, world + 1) if world % size == 0]
+            raise ValueError(
+                f"replicate={replicate} x shard={shard} makes {replicate * shard} processes, but this run has {world}"
+                f" ({num_nodes} nodes x {devices_per_node}): choose one of {', '.join(fitting)}"
+            )
+        return cls(replicate=replicate, shard=shard)
+
+    @staticmethod
+    def _fill(replicate: int | str, shard: int | str, num_nodes: int, world: int) -> tuple[int, int]:
+        if replicate == "auto" and shard == "auto":
+            replicate = num_nodes if num_nodes > 1 else 2 if world % 2 == 0 else 1
+        if replicate == "auto":
+            return max(1, world // shard), shard
+        return replicate, max(1, world // replicate) if shard == "auto" else shard
+
+    @property
+    def caveat(self) -> str:
+        """What a size of 1 means, to be said aloud; empty for true HSDP."""
+        if self.replicate == 1:
+            return f"replicate=1: nothing is replicated, this is plain FSDP over {self.shard} processes"
+        if self.shard == 1:
+            return f"shard=1: nothing is sharded, every one of the {self.replicate} processes holds the whole model"
+        return ""

@@ -1,0 +1,76 @@
+"""The subject of a repair: an FSDP2 model, its references, and the window of its current update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_accelpact.recovery import fsdp2
+from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
+from lightning_accelpact.recovery.rebind import Reference, references
+from lightning_accelpact.recovery.window import Window
+
+
+class Fsdp2Subject:
+    """What a repair resets and rebinds. Nothing to do before :meth:`attach`, while the model is still being set up."""
+
+    def __init__(self) -> None:
+        self._root: torch.nn.Module | None = None
+        self._meshes: list[DeviceMesh] = []
+        self.window: Window | None = None
+
+    def attach(self, root: torch.nn.Module, meshes: Iterable[DeviceMesh]) -> None:
+        """Protect this model.
+
+        Args:
+            root: The outermost module.
+            meshes: Device meshes that name communicators besides those the model itself names.
+        """
+        self._root = root
+        self._meshes = list(meshes)
+
+    def watch(self, meshes: Iterable[DeviceMesh]) -> None:
+        """Rebind these meshes also before there is a model."""
+        self._meshes = list(meshes)
+
+    def settle_device(self) -> None:
+        """Wait until the aborted step's kernels have ended; its collectives have been aborted before."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def reset(self) -> None:
+        """Bring FSDP back to IDLE."""
+        if self._root is not None:
+            fsdp2.reset_iteration(self._root)
+
+    def references(self) -> list[Reference]:
+        """Every place that may name a communicator."""
+        return list(references(self._root or torch.nn.Module(), self._meshes))
+
+    def obstacle(self) -> str:
+        """Why the current update cannot be run again; empty if it can."""
+        return self.window.obstacle if self.window is not None else ""
+
+    def inject(self, faults: FaultInjector) -> None:
+        """Install the hooks for faults that strike inside a forward or a backward; none for an empty plan."""
+        if not faults.wants(FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.ALL_REDUCE):
+            return
+        blocks = fsdp2.wrapped_modules(self._root)
+        middle = blocks[(len(blocks) + 1) // 2] if len(blocks) > 2 else blocks[-1]
+        middle.register_forward_pre_hook(lambda *_: self._fire(faults, FaultPoint.FORWARD))
+        middle.register_forward_hook(lambda module, args, output: _on_gradient(
+            output, lambda: self._fire(faults, FaultPoint.BACKWARD)
+        ))  # fmt: skip
+        fsdp2.hook_last_reduction(self._root, lambda: self._fire(faults, FaultPoint.ALL_REDUCE))
+
+    def _fire(self, faults: FaultInjector, point: FaultPoint) -> None:
+        if torch.is_grad_enabled() or point is not FaultPoint.FORWARD:
+            faults.fire(point, last=fsdp2.reduces_gradients(self._root))
+
+
+def _on_gradient(output: Any, action: Callable[[], None]) -> None:
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        output.register_hook(lambda gradient: action())

@@ -1,0 +1,33 @@
+"""Shared fixtures: reference runs are made once per configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+# Before anything imports torch: BLAS and OpenMP pools would outnumber the cores many times over
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import jobs  # noqa: E402
+from cluster import run_ranks, values  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., list[dict[str, Any]]]:
+    """The uninterrupted run of a configuration, on every rank."""
+    known: dict[Any, list[dict[str, Any]]] = {}
+
+    def run(**options: Any) -> list[dict[str, Any]]:
+        key = repr(sorted(options.items()))
+        if key not in known:
+            known[key] = values(run_ranks(jobs.fit_with, 4, options))
+            assert all(not result["incidents"] for result in known[key])
+        return known[key]
+
+    return run
+
+

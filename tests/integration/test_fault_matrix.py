@@ -1,0 +1,130 @@
+"""Every phase of an update x kind of fault x victim: bit-exact on all ranks against an uninterrupted run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jobs
+import pytest
+from cluster import run_ranks, values
+
+from lightning_accelpact.recovery.action import Action
+from lightning_accelpact.recovery.fault import Fault, FaultKind, FaultPoint
+
+KINDS = list(FaultKind)
+VICTIMS = [0, 3]
+
+
+def at(point: FaultPoint, update: int, micro_batch: int | None = None, group: str | None = None) -> dict[str, Any]:
+    """A fault's place, to be completed with kind and victim."""
+    return {"point": point, "update": update, "micro_batch": micro_batch, "group": group}
+
+
+PLACES = {
+    "before-first-forward": at(FaultPoint.START, 0),
+    "start": at(FaultPoint.START, 2),
+    "first-forward": at(FaultPoint.FORWARD, 2, 0),
+    "last-forward": at(FaultPoint.FORWARD, 2, 1),
+    "first-backward": at(FaultPoint.BACKWARD, 2, 0),
+    "last-backward": at(FaultPoint.BACKWARD, 2, 1),
+    "last-all-reduce": at(FaultPoint.ALL_REDUCE, 2),
+    "vote": at(FaultPoint.VOTE, 2),
+    "step": at(FaultPoint.STEP, 2),
+    "boundary": at(FaultPoint.BOUNDARY, 2),
+}
+
+
+def check(faults: list[Fault], reference: Any, options: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Run with the faults and compare everything that must not differ; returns the ranks' results."""
+    options = options or {}
+    expected = reference(**options)
+    results = values(run_ranks(jobs.fit_with, 4, {"faults": faults, **options}))
+    for rank, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+        for key in ("digest", "updates", "global_step", "rate", "logged"):
+            assert result[key] == wanted[key], f"rank {rank}: {key} differs"
+    return results
+
+
+def incidents(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All ranks' incident records."""
+    return [incident for result in results for incident in result["incidents"]]
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("place", PLACES)
+def test_one_fault_changes_nothing(place: str, kind: FaultKind, victim: int, reference: Any) -> None:
+    fault = Fault(kind=kind, rank=victim, **PLACES[place])
+    found = incidents(check([fault], reference))
+    assert {incident["rank"] for incident in found} == {0, 1, 2, 3}
+    assert all(incident["outcome"] == "recovered" for incident in found)
+    assert all(incident["stale_references"] == 0 < incident["references"] for incident in found)
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize(
+    ("point", "kind"),
+    [
+        (FaultPoint.REPAIR, FaultKind.EXCEPTION),  # peers wait for the victim's address; it has no links yet to shut
+        (FaultPoint.VALIDATE, FaultKind.EXCEPTION),
+        (FaultPoint.VALIDATE, FaultKind.SOCKETS),
+    ],
+    ids=["rebuild-exception", "validate-exception", "validate-sockets"],
+)
+def test_a_fault_during_a_repair_starts_it_again(
+    point: FaultPoint, kind: FaultKind, victim: int, reference: Any
+) -> None:
+    faults = [
+        Fault(point=FaultPoint.BACKWARD, update=2, rank=1, kind=FaultKind.SOCKETS),
+        Fault(point=point, update=2, rank=victim, kind=kind),
+    ]
+    found = incidents(check(faults, reference))
+    assert max(incident["attempts"] for incident in found) > 1
+
+
+@pytest.mark.parametrize("group", ["shard", "replicate", "world"])
+def test_a_fault_in_one_kind_of_group(group: str, reference: Any) -> None:
+    check([Fault(point=FaultPoint.FORWARD, update=2, rank=3, group=group)], reference)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("micro_batch", [0, "middle", None], ids=["first", "middle", "last"])
+def test_other_accumulation(accumulate: int, micro_batch: int | str | None, reference: Any) -> None:
+    index = accumulate // 2 if micro_batch == "middle" else micro_batch
+    fault = Fault(point=FaultPoint.BACKWARD, update=2, rank=3, micro_batch=index)
+    check([fault], reference, {"accumulate": accumulate})
+
+
+def test_two_faults_in_one_update(reference: Any) -> None:
+    faults = [
+        Fault(point=FaultPoint.FORWARD, update=2, rank=3, micro_batch=0),
+        Fault(point=FaultPoint.ALL_REDUCE, update=2, rank=0, kind=FaultKind.EXCEPTION),
+    ]
+    found = incidents(check(faults, reference))
+    assert {incident["number"] for incident in found} == {1, 2}
+
+
+def test_ten_updates_in_a_row_with_a_fault_each(reference: Any) -> None:
+    points = [FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.ALL_REDUCE, FaultPoint.VOTE, FaultPoint.BOUNDARY]
+    faults = [
+        Fault(point=points[update % 5], update=update, rank=update % 4, kind=KINDS[update % 2])
+        for update in range(2, 12)
+    ]
+    results = check(faults, reference, {"updates": 14})
+    for result in results:
+        assert len(result["incidents"]) == 10
+        early, late = result["resources"][9], result["resources"][-1]
+        assert late["files"] <= early["files"] + 3, (early, late)
+        assert late["threads"] <= early["threads"] + 12, (early, late)  # retired groups end in the background
+        assert late["resident_kb"] <= early["resident_kb"] * 1.1, (early, late)
+
+
+def test_the_action_follows_the_phase(reference: Any) -> None:
+    expected = {
+        "last-backward": Action.REDO,
+        "vote": Action.ROLL_FORWARD,
+        "boundary": Action.PRESERVE,
+    }
+    for place, action in expected.items():
+        fault = Fault(kind=FaultKind.EXCEPTION, rank=3, **PLACES[place])
+        assert {incident["action"] for incident in incidents(check([fault], reference))} == {action.value}

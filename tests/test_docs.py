@@ -1,0 +1,44 @@
+"""The documentation lists the options that there are, with their defaults, and links to what exists."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_accelpact import GoodputCallback, ResilientHSDPStrategy
+
+ROOT = Path(__file__).parents[1]
+ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \|", re.MULTILINE)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def documented(heading: str) -> dict[str, str]:
+    """Option -> default, from the table below a heading of the options page."""
+    section = (ROOT / "docs" / "options.md").read_text().partition(f"## `{heading}`")[2].partition("\n## ")[0]
+    return dict(ROW.findall(section))
+
+
+@pytest.mark.parametrize("public", [ResilientHSDPStrategy, GoodputCallback])
+def test_options_page_is_complete(public: type) -> None:
+    parameters = inspect.signature(public).parameters.values()
+    expected: dict[str, Any] = {parameter.name: repr(parameter.default).replace("'", '"') for parameter in parameters}
+    assert documented(public.__name__) == expected
+
+
+def test_readme_names_real_options() -> None:
+    table = (ROOT / "README.md").read_text().partition("| option |")[2].partition("\n\n")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(\w+)`", " ".join(first_cells))
+    assert named
+    assert set(named) <= set(inspect.signature(ResilientHSDPStrategy).parameters)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert not missing

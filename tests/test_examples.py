@@ -1,0 +1,30 @@
+"""The examples, as a reader would run them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TRAIN = Path(__file__).parents[1] / "examples" / "train_lightning.py"
+SMALL = ("--updates", "3", "--layers", "2", "--width", "16", "--context", "16", "--batch-size", "2")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TRAIN), *SMALL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_training_survives_a_fault_and_proves_it() -> None:
+    result = run("--fault", "backward@1:3", "--verify")
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.strip()]
+    assert lines[-1] == "bit-exact: yes"
+    assert sum("bit-exact" in line for line in lines) == 1
+    assert sum("recovered" in line and "redo" in line for line in lines) == 1  # the faulted run's, and only its
+
+
+def test_fault_that_cannot_strike_is_refused() -> None:
+    result = run("--fault", "backward@3:1")
+    assert result.returncode == 2
+    assert "backward@3:1 never strikes: there are updates 0 to 2" in result.stderr
