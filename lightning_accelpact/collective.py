@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.plugins.collectives import TorchCollective
@@ -52,6 +52,10 @@ class ResilientCollective(TorchCollective):
                     raise
                 failure = error
             self._machine.recover(failure)
+
+    def gather_json(self, message: Any) -> list[Any]:
+        """One JSON value per rank on every rank, over the control plane."""
+        return self.run(lambda: self._machine.gather(message, self._sequence))
 
     def run_in_place(self, tensor: torch.Tensor, operation: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Like :meth:`run`, for an operation that overwrites ``tensor``: its input is kept until it has succeeded."""

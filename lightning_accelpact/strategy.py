@@ -124,7 +124,7 @@ class ResilientHSDPStrategy(ModelParallelStrategy):
 
     def gather_json(self, message: Any) -> list[Any]:
         """Collect one JSON value per rank on every rank, over the control plane; a collective call."""
-        return self._session.control.gather_json(message)
+        return self._collective.gather_json(message)
 
     # -- set-up
 
@@ -312,6 +312,10 @@ class ResilientHSDPStrategy(ModelParallelStrategy):
         path, update = self._last_checkpoint
         age = self.committed_updates - update
         return f"resume from {path} (ckpt_path), which replays {age} updates"
+
+    def on_train_end(self) -> None:
+        """Leave together: a rank that had left already could not take part in the repair of the last update."""
+        self._collective.run(lambda: None)
 
     def on_exception(self, exception: BaseException) -> None:
         """An error that is not a communication fault ends the run on every rank, instead of leaving peers waiting."""

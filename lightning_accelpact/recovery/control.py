@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -145,7 +145,6 @@ class ControlPlane:
         self.deadline = deadline
         self._server = endpoint.serve()
         self.store = endpoint.connect(deadline)
-        self._gathers = 0
 
     # -- registers
 
@@ -201,23 +200,24 @@ class ControlPlane:
         for peer in range(self.world_size):
             self.settle(f"{topic}/{peer}", _NO, store=store)
 
-    def gather_json(self, message: Any) -> list[Any]:
-        """Collect one JSON value per rank on every rank; a collective call."""
-        self._gathers += 1
-        wrapped = self.exchange(f"gather/{self._gathers}", {"value": message})
-        return [answer["value"] for answer in wrapped]
-
     # -- notices
 
     def notify(self, notice: Notice) -> None:
-        """Put a notice into every rank's inbox."""
+        """Give a notice to every rank. The first one of a generation stands; a stop goes on to one that is free."""
+        while not self._post(notice) and notice.stop:
+            notice = replace(notice, generation=notice.generation + 1)
+
+    def _post(self, notice: Notice) -> bool:
+        """Settle the generation's notice and wake every monitor; true if it is the one that stands."""
         text = json.dumps(asdict(notice))
-        keys = [_inbox(notice.generation, peer) for peer in range(self.world_size)]
-        self._call(lambda: self.store.multi_set(keys, [text] * len(keys)))
+        standing = self.settle(_notice_key(notice.generation), text)
+        keys = [_wake_key(notice.generation, peer) for peer in range(self.world_size)]
+        self._call(lambda: self.store.multi_set(keys, [""] * len(keys)))
+        return standing == text
 
     def notify_self(self, generation: int) -> None:
         """Wake this rank's own monitor."""
-        self._call(lambda: self.store.set(_inbox(generation, self.rank), "{}"))
+        self._call(lambda: self.store.set(_wake_key(generation, self.rank), ""))
 
     def close(self, patience: timedelta) -> None:
         """Leave in good order; the rank that serves the store waits for the others, so that none loses it early."""
@@ -273,8 +273,12 @@ class InterruptibleStore:
             sockets.shut(fd, inode)
 
 
-def _inbox(generation: int, rank: int) -> str:
-    return f"notice/{generation}/{rank}"
+def _notice_key(generation: int) -> str:
+    return f"notice/{generation}"
+
+
+def _wake_key(generation: int, rank: int) -> str:
+    return f"wake/{generation}/{rank}"
 
 
 class Monitor:
@@ -314,15 +318,15 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._closing:
-            key = _inbox(self.noticed + 1, self._control.rank)
+            generation = self.noticed + 1
             try:
-                self._store.wait([key], _FOREVER)
-                text = self._store.get(key).decode()
+                self._store.wait([_wake_key(generation, self._control.rank)], _FOREVER)
+                if self._closing:
+                    return
+                text = self._store.get(_notice_key(generation)).decode()
             except dist.DistError as error:
                 if not self._closing:
                     self._on_lost(str(error))
-                return
-            if self._closing:
                 return
             self.latest = Notice(**json.loads(text))
             self._on_notice(self.latest, self._store)

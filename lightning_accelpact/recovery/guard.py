@@ -7,8 +7,6 @@ forward is always possible. The ballot is a register (see ``control.py``): it pa
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from lightning_accelpact.recovery.control import ControlPlane
 from lightning_accelpact.recovery.progress import Progress
 
@@ -26,19 +24,16 @@ class BoundaryGuard:
         self._progress = progress
         self._ballot = ""
 
+    def open(self, generation: int) -> str:
+        """Name the ballot of the current update in this generation, and return it."""
+        progress = self._progress
+        self._ballot = f"vote/{progress.run}/{generation}/{progress.frontier}"
+        return self._ballot
+
     def cast(self) -> None:
         """Declare this rank's gradients of the current update complete."""
         self._control.cast(self._ballot)
 
-    def open(self, generation: int) -> None:
-        """Name the ballot of the current update in this generation."""
-        progress = self._progress
-        self._ballot = f"vote/{progress.run}/{generation}/{progress.frontier}"
-
     def passed(self) -> bool:
         """Wait for the outcome: true if every rank is prepared, false if a rank vetoed first."""
         return self._control.tally(self._ballot)
-
-    def veto(self, store: dist.Store) -> None:
-        """End the open vote with "no" unless it has passed; called from the monitor thread with its own store."""
-        self._control.veto(self._ballot, store=store)

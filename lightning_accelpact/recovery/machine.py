@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -152,6 +152,7 @@ class RepairMachine:
         self._span = span
         self._repairs_at: dict[int, int] = {}
         self._notice: Notice | None = None
+        self._stop: Notice | None = None
         self._control_lost = ""
         self._waiting: tuple[int, Callable[[dist.Store], object]] | None = None
         self._retired: list[dist.ProcessGroup] = []
@@ -168,6 +169,7 @@ class RepairMachine:
     def on_notice(self, notice: Notice, store: dist.Store) -> None:
         """Take in a peer's notice: end what this rank waits for, and make a blocked collective return."""
         self._notice = notice
+        self._stop = notice if notice.stop else self._stop
         waiting = self._waiting
         if waiting is not None and waiting[0] < notice.generation:
             waiting[1](store)
@@ -212,8 +214,7 @@ class RepairMachine:
             return None
         try:
             self.faults.fire(FaultPoint.VOTE)
-            self.guard.open(self.generation)
-            with self._interruptible(self.generation, self.guard.veto):
+            with self._voting(self.guard.open(self.generation)):
                 self.guard.cast()
                 if not self.guard.passed():
                     return Superseded("the vote was vetoed")
@@ -241,7 +242,7 @@ class RepairMachine:
         """Whether an exception out of the training loop is a communication fault."""
         if isinstance(error, (FailStop, ControlLost)):
             return False
-        return is_communication_error(error) or (
+        return is_communication_error(error) or isinstance(error, Superseded) or (
             isinstance(error, RuntimeError) and (self.pending or not self._communicators.links.healthy())
         )
 
@@ -284,7 +285,7 @@ class RepairMachine:
         """
         ballot = f"operation/{self.progress.run}/{self.generation}/{sequence}"
         try:
-            with self._interruptible(self.generation, lambda store: self._control.veto(ballot, store=store)):
+            with self._voting(ballot):
                 self._control.cast(ballot)
                 return self._control.tally(ballot)
         except Superseded:
@@ -355,8 +356,8 @@ class RepairMachine:
     def _check_orders(self, incident: Incident) -> None:
         if self._control_lost:
             self._fail_stop(f"the control store is lost: {self._control_lost}", incident)
-        if self._notice is not None and self._notice.stop:
-            self._fail_stop(f"rank {self._notice.rank} stopped: {self._notice.reason}", incident)
+        if self._stop is not None:
+            self._fail_stop(f"rank {self._stop.rank} stopped: {self._stop.reason}", incident)
 
     def _check_budget(self, incident: Incident, reason: str, begun: float) -> None:
         policy, spent = self._policy, time.monotonic() - begun
@@ -405,9 +406,13 @@ class RepairMachine:
         with self._timed(incident, RepairPhase.VALIDATE_AND_RELEASE):
             self._communicators.validate()
 
+    def _voting(self, ballot: str) -> AbstractContextManager[None]:
+        """Take part in a ballot of this generation, which a newer notice ends with a veto."""
+        return self._interruptible(self.generation, lambda store: self._control.veto(ballot, store=store))
+
     def _release(self, generation: int) -> None:
         ballot = f"release/{generation}"
-        with self._interruptible(generation, lambda store: self._control.veto(ballot, store=store)):
+        with self._voting(ballot):
             self._control.cast(ballot)
             if not self._control.tally(ballot):
                 raise Superseded(f"the release of repair {generation} was vetoed")
@@ -471,6 +476,21 @@ class RepairMachine:
         )
         log.error(message)
         raise FailStop(message)
+
+    def gather(self, message: Any, sequence: int) -> list[Any]:
+        """Collect one JSON value per rank on every rank.
+
+        Args:
+            message: This rank's value.
+            sequence: The operation's number, as for :meth:`confirm`.
+
+        Raises:
+            Superseded: if a fault came first, or a rank did not answer.
+        """
+        topic = f"gather/{self.progress.run}/{self.generation}/{sequence}"
+        with self._interruptible(self.generation, lambda store: self._control.abandon(topic, store=store)):
+            answers = self._control.exchange(topic, {"value": message})
+        return [answer["value"] for answer in answers]
 
     @staticmethod
     @contextmanager

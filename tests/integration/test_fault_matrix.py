@@ -105,9 +105,15 @@ def test_two_faults_in_one_update(reference: Any) -> None:
 
 
 def test_ten_updates_in_a_row_with_a_fault_each(reference: Any) -> None:
-    points = [FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.ALL_REDUCE, FaultPoint.VOTE, FaultPoint.BOUNDARY]
+    points = [
+        (FaultPoint.FORWARD, FaultKind.SOCKETS),
+        (FaultPoint.BACKWARD, FaultKind.EXCEPTION),
+        (FaultPoint.ALL_REDUCE, FaultKind.SOCKETS),
+        (FaultPoint.VOTE, FaultKind.EXCEPTION),
+        (FaultPoint.BACKWARD, FaultKind.SOCKETS),
+    ]
     faults = [
-        Fault(point=points[update % 5], update=update, rank=update % 4, kind=KINDS[update % 2])
+        Fault(point=points[update % 5][0], kind=points[update % 5][1], update=update, rank=update % 4)
         for update in range(2, 12)
     ]
     results = check(faults, reference, {"updates": 14})
@@ -121,10 +127,19 @@ def test_ten_updates_in_a_row_with_a_fault_each(reference: Any) -> None:
 
 def test_the_action_follows_the_phase(reference: Any) -> None:
     expected = {
-        "last-backward": Action.REDO,
-        "vote": Action.ROLL_FORWARD,
-        "boundary": Action.PRESERVE,
+        "last-backward": {Action.REDO},
+        "vote": {Action.ROLL_FORWARD},
+        "boundary": {Action.PRESERVE, Action.REDO},  # a peer may have begun the next update
     }
-    for place, action in expected.items():
+    for place, actions in expected.items():
         fault = Fault(kind=FaultKind.EXCEPTION, rank=3, **PLACES[place])
-        assert {incident["action"] for incident in incidents(check([fault], reference))} == {action.value}
+        assert {incident["action"] for incident in incidents(check([fault], reference))} <= actions
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("place", ["last-backward", "vote", "step", "boundary"])
+def test_a_fault_in_the_last_update(place: str, kind: FaultKind, reference: Any) -> None:
+    # Nobody may have left by then: the ranks end the fit together
+    last = {"updates": 3}
+    fault = Fault(kind=kind, rank=3, **{**PLACES[place], "update": 3 if place == "boundary" else 2})
+    check([fault], reference, last)

@@ -47,7 +47,9 @@ def explore(protocol: Protocol, *, limit: int = 2_000_000) -> Exploration:
     while len(later) < len(states) and not seen.violation:
         state = states[len(later)]
         events = protocol.events(state)
-        seen.violation = protocol.unsafe(state) or _settle(protocol, state, events, seen)
+        seen.violation = _broken(protocol, state, events)
+        if not _goes_on(events):
+            seen.ends[tuple(sorted(rank.at for rank in state.ranks))] += 1
         following = array("l")
         for event in events:
             after = protocol.canonical(event.state)
@@ -62,18 +64,22 @@ def explore(protocol: Protocol, *, limit: int = 2_000_000) -> Exploration:
             raise RuntimeError(f"more than {limit} states: raise the limit or explore a smaller configuration")
     seen.states, seen.events = len(states), sum(seen.kinds.values())
     if seen.violation:
-        seen.trace = _trace(protocol, states, parents, len(later) - 1)
+        seen.trace, state = _replay(protocol, states, parents, len(later) - 1)
+        seen.violation = _broken(protocol, state, protocol.events(state))  # with the trace's numbers of the ranks
     elif not _acyclic(later):
         seen.violation = "no livelock: some states can follow each other for ever"
     return seen
 
 
-def _settle(protocol: Protocol, state: State, events: list[Event], seen: Exploration) -> str:
-    """Check a state's liveness, and count it if it is an end."""
-    if any(event.kind in ("main", "monitor", "deadline") for event in events):
-        return protocol.stuck(state, events)
-    seen.ends[tuple(sorted(rank.at for rank in state.ranks))] += 1
-    return protocol.unfinished(state)
+def _goes_on(events: list[Event]) -> bool:
+    """Whether anything but a fault can happen."""
+    return any(event.kind in ("main", "monitor", "deadline") for event in events)
+
+
+def _broken(protocol: Protocol, state: State, events: list[Event]) -> str:
+    """Which promise a state breaks, and how; empty if none."""
+    alive = protocol.stuck(state, events) if _goes_on(events) else protocol.unfinished(state)
+    return protocol.unsafe(state) or alive
 
 
 def _acyclic(later: list[array[int]]) -> bool:
@@ -92,8 +98,8 @@ def _acyclic(later: list[array[int]]) -> bool:
     return taken == len(later)
 
 
-def _trace(protocol: Protocol, states: list[State], parents: array[int], last: int) -> list[str]:
-    """The events that lead to a state, played again without renaming so that each rank keeps its number."""
+def _replay(protocol: Protocol, states: list[State], parents: array[int], last: int) -> tuple[list[str], State]:
+    """The events that lead to a state, one line each, and the state without renaming: each rank keeps its number."""
     path = []
     while last > 0:
         path.append(states[last])
@@ -103,4 +109,4 @@ def _trace(protocol: Protocol, states: list[State], parents: array[int], last: i
         event = next(e for e in protocol.events(state) if protocol.canonical(e.state) == goal)
         lines.append(f"{len(lines) + 1:3} [{event.kind}] rank {event.rank} {event.text}")
         state = event.state
-    return lines
+    return lines, state

@@ -37,7 +37,6 @@ STOPPED = "stopped"  # fail-stop
 LOST = "lost"  # killed
 OVER = frozenset({ENDED, STOPPED, LOST})
 
-COMPUTING = frozenset({FORWARD, BACKWARD})
 # Every place where a rank waits for another one. A deadline may pass here and nowhere else.
 WAITING = frozenset({BACKWARD, WAIT, AGREE, RELEASE})
 
