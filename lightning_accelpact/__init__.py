@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lightning_accelpact.recovery.action import Action, Phase
     from lightning_accelpact.recovery.fault import FaultPlan
     from lightning_accelpact.recovery.incident import Incident
-    from lightning_accelpact.recovery.machine import FailStop
+    from lightning_accelpact.recovery.policy import FailStop
     from lightning_accelpact.strategy import ResilientHSDPStrategy
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 
 _HOMES = {
     "Action": "recovery.action",
-    "FailStop": "recovery.machine",
+    "FailStop": "recovery.policy",
     "FaultPlan": "recovery.fault",
     "GoodputCallback": "callback",
     "Incident": "recovery.incident",

@@ -1,4 +1,4 @@
-"""The collectives that Lightning issues outside an update: repaired and run again until every rank has finished them."""
+"""Collectives outside an update: repaired and run again until every rank has finished them."""
 
 from __future__ import annotations
 

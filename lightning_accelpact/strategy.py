@@ -28,8 +28,9 @@ from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.control import Endpoint, interface_address
 from lightning_accelpact.recovery.fault import FaultInjector, FaultPlan
 from lightning_accelpact.recovery.incident import Incident
-from lightning_accelpact.recovery.machine import FailStop, RepairMachine, RepairPolicy
+from lightning_accelpact.recovery.machine import RepairMachine
 from lightning_accelpact.recovery.options import HsdpShape, RecoveryOptions
+from lightning_accelpact.recovery.policy import FailStop, RepairPolicy
 from lightning_accelpact.recovery.progress import Progress
 from lightning_accelpact.recovery.session import Session
 from lightning_accelpact.recovery.subject import Fsdp2Subject
@@ -155,7 +156,11 @@ class ResilientHSDPStrategy(ModelParallelStrategy):
         environment = self.cluster_environment
         return Session.open(
             endpoint=Endpoint.from_environment(
-                host=environment.main_address, port=environment.main_port, rank=self.global_rank
+                host=environment.main_address,
+                port=environment.main_port,
+                rank=self.global_rank,
+                interface=self.options.control_interface,
+                deadline=self.options.seconds("collective_timeout"),
             ),
             rank=self.global_rank,
             world_size=self.world_size,

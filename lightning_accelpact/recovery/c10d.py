@@ -17,7 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 CHECKED_TORCH = ("2.13",)
 
-_REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state")
+_REGISTRIES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +117,16 @@ def backend_names(group: dist.ProcessGroup) -> set[str]:
 def abort_all() -> None:
     """Abort every NCCL communicator of this process, grouped into one call."""
     distributed_c10d._abort_process_group(None)
+
+
+def nccl_error() -> str:
+    """What NCCL says is wrong with a communicator of this process; empty if nothing is."""
+    for group in distributed_c10d._world.pg_map:
+        if "nccl" in backend_names(group):
+            state = group._get_backend(torch.device("cuda")).get_error()
+            if state != torch._C._distributed_c10d.ErrorType.SUCCESS:
+                return f"NCCL reports {state} on group {group.group_name}"
+    return ""
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

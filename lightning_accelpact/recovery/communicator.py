@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -53,6 +54,13 @@ class Links(Protocol):
     def healthy(self) -> bool:
         """Whether nothing is known to be wrong."""
 
+    def settle(self) -> None:
+        """Return once every collective issued so far has succeeded.
+
+        Raises:
+            CommunicatorLost: if one has failed.
+        """
+
     def forget(self) -> None:
         """Drop what is known of groups that are retired."""
 
@@ -85,10 +93,14 @@ class GlooLinks:
     def cut(self, groups: Iterable[str] | None = None) -> int:
         self._down = self._down or groups is None
         names = list(self._sockets) if groups is None else groups
-        return sum(sockets.shut(fd, inode) for name in names for fd, inode in self._sockets.get(name, {}).items())
+        links = [link for name in names for link in self._sockets.get(name, {}).items()]
+        return sum(sockets.shut(fd, inode) for fd, inode in links)
 
     def healthy(self) -> bool:
         return all(sockets.is_established(fd, inode) for sockets in self._sockets.values() for fd, inode in sockets.items())
+
+    def settle(self) -> None:
+        """Nothing to wait for: a Gloo collective has succeeded when its call returns."""
 
     def forget(self) -> None:
         self._sockets = {}
@@ -99,9 +111,14 @@ class GlooLinks:
 
 
 class NcclLinks:
-    """NCCL communicators, aborted together: aborting several one after the other is known to hang."""
+    """NCCL communicators, aborted together: aborting several one after the other is known to hang.
+
+    torch's own watchdog must not end the process over an error that is about to be repaired, so its error handling is
+    switched off; errors surface at :meth:`settle`.
+    """
 
     def __init__(self, deadline: timedelta) -> None:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         self._deadline = deadline
         self._aborted = False
 
@@ -123,7 +140,14 @@ class NcclLinks:
         return 1
 
     def healthy(self) -> bool:
-        return not self._aborted
+        return not self._aborted and not c10d.nccl_error()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+        if self._aborted:
+            raise CommunicatorLost("the NCCL communicators were aborted")
+        if error := c10d.nccl_error():
+            raise CommunicatorLost(error)
 
     def forget(self) -> None:
         self._aborted = False

@@ -66,19 +66,41 @@ class Endpoint:
         port: TCP port.
         hosted_here: Whether this process serves it. Under an elastic agent, which outlives every rank, no rank does.
         namespace: Prefix of all keys; differs between attempts of a relaunched job.
+        kept: What must live as long as the endpoint.
     """
 
     host: str
     port: int
     hosted_here: bool
     namespace: str = "accelpact"
+    kept: Any = None
 
     @classmethod
-    def from_environment(cls, *, host: str, port: int, rank: int) -> Endpoint:
-        """The store at the launcher's rendezvous address: the elastic agent's where there is one, else rank 0's."""
+    def from_environment(
+        cls, *, host: str, port: int, rank: int, interface: str | None, deadline: timedelta
+    ) -> Endpoint:
+        """The store at the launcher's rendezvous address, or on a network interface of its own.
+
+        Args:
+            host: The launcher's rendezvous host.
+            port: And its port; the elastic agent serves a store there where there is one, else rank 0 does.
+            rank: Global rank of this process.
+            interface: Interface of rank 0's node to serve the store on; ``None`` to stay at the rendezvous address.
+            deadline: How long to wait for rank 0.
+        """
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return cls(host=host, port=port, hosted_here=rank == 0 and not by_agent, namespace=f"accelpact/{attempt}")
+        meeting = cls(host=host, port=port, hosted_here=rank == 0 and not by_agent, namespace=f"accelpact/{attempt}")
+        return meeting if interface is None else meeting._moved(interface, rank, deadline)
+
+    def _moved(self, interface: str, rank: int, deadline: timedelta) -> Endpoint:
+        """Rank 0 opens a store on the interface, and the others learn of it at the meeting point."""
+        kept, store = self.serve(), self.connect(deadline)
+        if rank == 0:
+            with _listen(interface_address(interface), 0) as free:
+                store.set("endpoint", json.dumps(free.getsockname()))
+        host, port = json.loads(store.get("endpoint"))
+        return replace(self, host=host, port=port, hosted_here=rank == 0, kept=(kept, store))
 
     def serve(self) -> dist.TCPStore | None:
         """Start the store if it is this process's to serve; it lives as long as the returned object."""
@@ -175,7 +197,9 @@ class ControlPlane:
         """Settle a ballot with "no" unless it is settled; true if it has passed all the same."""
         return self.settle(ballot, _NO, store=store) == _YES
 
-    def exchange(self, topic: str, message: dict[str, Any], *, deadline: timedelta | None = None) -> list[dict[str, Any]]:
+    def exchange(
+        self, topic: str, message: dict[str, Any], *, deadline: timedelta | None = None
+    ) -> list[dict[str, Any]]:
         """Give a message to every rank and take theirs; all ranks get the same list, in rank order.
 
         Raises:

@@ -10,11 +10,9 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -29,51 +27,15 @@ from lightning_accelpact.recovery.communicator import (
 from lightning_accelpact.recovery.control import ControlLost, ControlPlane, Notice, Superseded
 from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
 from lightning_accelpact.recovery.guard import BoundaryGuard
+from lightning_accelpact.recovery.inbox import Inbox
 from lightning_accelpact.recovery.incident import Incident
+from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE, FailStop, RepairPhase, RepairPolicy
 from lightning_accelpact.recovery.progress import Progress
 from lightning_accelpact.recovery.rebind import Reference, StaleReference, rebind
 
 log = logging.getLogger("accelpact")
 
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\]\s*")
-
-FAIL_STOP_EXIT_CODE = 86
-"""Exit code of a process that fail-stops; a supervisor relaunches it from the newest checkpoint."""
-
-
-class RepairPhase(str, Enum):
-    """The phases of a repair; each has a timer of the same name in the incident."""
-
-    # From the first sign of the fault until this rank knows of it; the peers are woken
-    OBSERVE = "detect_s"
-    # The device is idle, the wrapper is back at IDLE, the aborted step's frames are gone
-    ADMIT_LOCAL = "admit_s"
-    # Every rank's report is exchanged, and all reach the same decision
-    AGREE = "agree_s"
-    # The old communicators are taken out of service ...
-    RETIRE = "retire_s"
-    # ... and made again with the same members
-    REBUILD = "rebuild_s"
-    # Every cached reference is redirected and counted
-    REBIND = "rebind_s"
-    # An integer all-reduce on each new communicator, then all ranks are released together
-    VALIDATE_AND_RELEASE = "validate_s"
-
-
-class FailStop(SystemExit):
-    """Training cannot go on from memory. Ends the process with :data:`FAIL_STOP_EXIT_CODE` unless caught.
-
-    Args:
-        message: What happened, where, and what to resume from.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(FAIL_STOP_EXIT_CODE)
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
-
 
 class UpdateAborted(RuntimeError):
     """The boundary guard has repaired a fault and the update must run again: unwinds to whoever holds the window."""
@@ -93,25 +55,6 @@ class Subject(Protocol):
 
     def obstacle(self) -> str:
         """Why the current update cannot be run again; empty if it can."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepairPolicy:
-    """What repairs may do and how long they may take.
-
-    Args:
-        repair_budget: Seconds from a fault until the run goes on, or fail-stops.
-        max_repairs_per_update: Repairs begun at one frontier before the run fail-stops.
-        allowed: Actions that may be taken; anything else becomes ``RESTART``.
-        rebinding: Off only to show that a repair without it fails (the paper's ablation).
-        guard: Off only to measure what the commit vote costs; a run without it cannot recover a fault.
-    """
-
-    repair_budget: float
-    max_repairs_per_update: int
-    allowed: Collection[Action] = field(default_factory=lambda: tuple(Action))
-    rebinding: bool = True
-    guard: bool = True
 
 
 def _no_span(name: str) -> AbstractContextManager[None]:
@@ -151,10 +94,7 @@ class RepairMachine:
         self._resume_hint = resume_hint
         self._span = span
         self._repairs_at: dict[int, int] = {}
-        self._notice: Notice | None = None
-        self._stop: Notice | None = None
-        self._control_lost = ""
-        self._waiting: tuple[int, Callable[[dist.Store], object]] | None = None
+        self._inbox = Inbox()
         self._retired: list[dist.ProcessGroup] = []
         self.generation = communicators.generation
         self.progress = progress
@@ -168,16 +108,12 @@ class RepairMachine:
 
     def on_notice(self, notice: Notice, store: dist.Store) -> None:
         """Take in a peer's notice: end what this rank waits for, and make a blocked collective return."""
-        self._notice = notice
-        self._stop = notice if notice.stop else self._stop
-        waiting = self._waiting
-        if waiting is not None and waiting[0] < notice.generation:
-            waiting[1](store)
+        self._inbox.take(notice, store)
         self._communicators.interrupt(before=notice.generation)
 
     def on_control_lost(self, reason: str) -> None:
         """The monitor has lost the control store: wake the main thread, which fail-stops."""
-        self._control_lost = reason
+        self._inbox.control_lost = reason
         self._communicators.interrupt(before=self.generation + 2)
 
     # -- called by the training loop
@@ -185,7 +121,7 @@ class RepairMachine:
     @property
     def pending(self) -> bool:
         """Whether a notice has come that this rank has not acted on."""
-        return bool(self._control_lost) or (self._notice is not None and self._notice.generation > self.generation)
+        return bool(self._inbox.control_lost) or self._inbox.generation > self.generation
 
     def enter(self, phase: Phase) -> None:
         """The current micro-batch has reached ``FORWARD`` or ``BACKWARD``."""
@@ -209,10 +145,11 @@ class RepairMachine:
 
     def _vote(self) -> BaseException | None:
         """Vote; returns what went wrong, or ``None`` if the step is on."""
-        self.progress.phase = Phase.PREPARED
         if not self._policy.guard:
             return None
         try:
+            self._communicators.links.settle()
+            self.progress.phase = Phase.PREPARED
             self.faults.fire(FaultPoint.VOTE)
             with self._voting(self.guard.open(self.generation)):
                 self.guard.cast()
@@ -296,7 +233,7 @@ class RepairMachine:
     # -- the repair
 
     def _observe(self, error: BaseException | None) -> Incident:
-        progress, notice = self.progress, self._notice if self.pending else None
+        progress, notice = self.progress, self._inbox.latest if self.pending else None
         now = time.time()
         struck, self.faults.struck_at = self.faults.struck_at, None
         since = struck or (notice.time if notice else now)
@@ -307,7 +244,7 @@ class RepairMachine:
             generation=self.generation,
             time=now,
             source="notice" if told else "exception",
-            reason=_summary(error) if error is not None else (notice.reason if notice else self._control_lost),
+            reason=_summary(error) if error is not None else (notice.reason if notice else self._inbox.control_lost),
             phase=progress.phase.value,
             frontier=progress.frontier,
             detect_s=max(0.0, now - since),
@@ -345,7 +282,7 @@ class RepairMachine:
         self._check_orders(incident)
         self._check_budget(incident, reason, begun)
         incident.attempts += 1
-        joined = self._notice.generation if self.pending and self._notice else 0
+        joined = self._inbox.generation if self.pending else 0
         generation = max(joined, self.generation + 1)
         if generation > joined:
             self._notify(Notice(generation=generation, rank=self.progress.rank, reason=reason, time=time.time()))
@@ -354,10 +291,10 @@ class RepairMachine:
         return generation
 
     def _check_orders(self, incident: Incident) -> None:
-        if self._control_lost:
-            self._fail_stop(f"the control store is lost: {self._control_lost}", incident)
-        if self._stop is not None:
-            self._fail_stop(f"rank {self._stop.rank} stopped: {self._stop.reason}", incident)
+        if self._inbox.control_lost:
+            self._fail_stop(f"the control store is lost: {self._inbox.control_lost}", incident)
+        if (stop := self._inbox.stop) is not None:
+            self._fail_stop(f"rank {stop.rank} stopped: {stop.reason}", incident)
 
     def _check_budget(self, incident: Incident, reason: str, begun: float) -> None:
         policy, spent = self._policy, time.monotonic() - begun
@@ -379,7 +316,7 @@ class RepairMachine:
             self._fail_stop(decision.reason, incident)
         with self._timed(incident, RepairPhase.RETIRE):
             self._retired += self._communicators.retire(generation)
-        with self._interruptible(generation, lambda store: None):
+        with self._inbox.interruptible(generation, lambda store: None):
             self._replace(incident)
         with self._timed(incident, RepairPhase.VALIDATE_AND_RELEASE):
             self._release(generation)
@@ -389,7 +326,7 @@ class RepairMachine:
         self.progress.obstacle = self._subject.obstacle()
         topic = f"report/{generation}"
         deadline = timedelta(seconds=self._policy.repair_budget)
-        with self._interruptible(generation, lambda store: self._control.abandon(topic, store=store)):
+        with self._inbox.interruptible(generation, lambda store: self._control.abandon(topic, store=store)):
             report = self.progress.report(generation).to_dict()
             answers = self._control.exchange(topic, report, deadline=deadline)
         return decide([RankReport.from_dict(answer) for answer in answers], allowed=self._policy.allowed)
@@ -408,7 +345,7 @@ class RepairMachine:
 
     def _voting(self, ballot: str) -> AbstractContextManager[None]:
         """Take part in a ballot of this generation, which a newer notice ends with a veto."""
-        return self._interruptible(self.generation, lambda store: self._control.veto(ballot, store=store))
+        return self._inbox.interruptible(self.generation, lambda store: self._control.veto(ballot, store=store))
 
     def _release(self, generation: int) -> None:
         ballot = f"release/{generation}"
@@ -418,21 +355,6 @@ class RepairMachine:
                 raise Superseded(f"the release of repair {generation} was vetoed")
         retired, self._retired = self._retired, []
         dispose(retired)
-
-    @contextmanager
-    def _interruptible(self, generation: int, end: Callable[[dist.Store], object]) -> Iterator[None]:
-        """Let the monitor end what this rank waits for when a newer repair is called.
-
-        Raises:
-            Superseded: if one has been called already.
-        """
-        self._waiting = (generation, end)
-        try:
-            if self._notice is not None and self._notice.generation > generation:
-                raise Superseded(f"rank {self._notice.rank} called repair {self._notice.generation}")
-            yield
-        finally:
-            self._waiting = None
 
     def _conclude(self, decision: Decision, incident: Incident) -> Action:
         if self.progress.rank == 0:
@@ -451,7 +373,7 @@ class RepairMachine:
 
     def tell_stop(self, reason: str) -> None:
         """Make every other rank fail-stop, because this one ends for a reason of its own."""
-        newest = max(self.generation, self._notice.generation if self._notice else 0)
+        newest = max(self.generation, self._inbox.generation)
         self._notify(Notice(generation=newest + 1, rank=self.progress.rank, reason=reason, time=time.time(), stop=True))
 
     def _notify(self, notice: Notice) -> None:
@@ -459,7 +381,7 @@ class RepairMachine:
             self._control.notify(notice)
         except ControlLost as error:
             log.error("notice %d could not be given: %s", notice.generation, error)
-            self._control_lost = str(error)
+            self._inbox.control_lost = str(error)
 
     def _fail_stop(self, reason: str, incident: Incident | None = None) -> None:
         if incident is not None:
@@ -488,7 +410,7 @@ class RepairMachine:
             Superseded: if a fault came first, or a rank did not answer.
         """
         topic = f"gather/{self.progress.run}/{self.generation}/{sequence}"
-        with self._interruptible(self.generation, lambda store: self._control.abandon(topic, store=store)):
+        with self._inbox.interruptible(self.generation, lambda store: self._control.abandon(topic, store=store)):
             answers = self._control.exchange(topic, {"value": message})
         return [answer["value"] for answer in answers]
 

@@ -1,0 +1,57 @@
+"""The notices that have reached this rank: written by the monitor thread, obeyed by the main thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from lightning_accelpact.recovery.control import Notice, Superseded
+
+
+class Inbox:
+    """What this rank has been told, and what it is waiting for."""
+
+    def __init__(self) -> None:
+        self._waiting: tuple[int, Callable[[dist.Store], object]] | None = None
+        self.latest: Notice | None = None
+        self.stop: Notice | None = None
+        self.control_lost = ""
+
+    def take(self, notice: Notice, store: dist.Store) -> None:
+        """A notice has come: end what the main thread waits for, if that belongs to an older repair.
+
+        Args:
+            notice: The notice.
+            store: The monitor's own connection.
+        """
+        self.latest = notice
+        self.stop = notice if notice.stop else self.stop
+        waiting = self._waiting
+        if waiting is not None and waiting[0] < notice.generation:
+            waiting[1](store)
+
+    @property
+    def generation(self) -> int:
+        """The newest repair that has been called."""
+        return self.latest.generation if self.latest else 0
+
+    @contextmanager
+    def interruptible(self, generation: int, end: Callable[[dist.Store], object]) -> Iterator[None]:
+        """Let a notice newer than ``generation`` end what this rank waits for.
+
+        Args:
+            generation: The repair that the wait belongs to.
+            end: Settles what is waited for, on the monitor's store.
+
+        Raises:
+            Superseded: if a newer repair has been called already.
+        """
+        self._waiting = (generation, end)  # before the look at the latest notice, so that none slips between
+        try:
+            if self.generation > generation:
+                raise Superseded(f"rank {self.latest.rank} called repair {self.latest.generation}")
+            yield
+        finally:
+            self._waiting = None
