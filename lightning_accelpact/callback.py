@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -51,8 +52,8 @@ class GoodputCallback(Callback):
     as its writing begins.
 
     The totals run from the start of the process, over all fits of one Trainer. The time before the setup goes to the
-    first Trainer of the process; what comes after the end of training (a last checkpoint, for one) is not in the
-    summary.
+    first Trainer of the process. What other callbacks do at the end of training, such as to write a last checkpoint, is
+    in the summary; what the module does in its own ``on_train_end``, and what comes later, is not.
 
     Args:
         print_summary: Print the summary on rank 0: after the fit, or, if it ends with an error, what rank 0 knows
@@ -90,6 +91,7 @@ class GoodputCallback(Callback):
         self.restart_seconds = restart_seconds
         self.progress_bar_metric = progress_bar_metric
         self.summary: GoodputSummary | None = None
+        self._after_all = _AfterAll(self._conclude_together)
         self._fitting = False
         self._resumed = False
         self._shown_at = -math.inf
@@ -129,6 +131,8 @@ class GoodputCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember where training begins, and whether it is at a checkpoint."""
+        if self._after_all not in trainer.callbacks:
+            trainer.callbacks.append(self._after_all)
         frontier = _frontier(trainer)
         if self._origin is not None and frontier < self._origin + self._updates:
             self._checkpoints.clear()  # this fit counts from 0 again, and they bear the numbers of the last one
@@ -169,8 +173,11 @@ class GoodputCallback(Callback):
         self._resumed = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put all ranks' records together, while the strategy can still reach them."""
+        """The last micro-batch is done."""
         self._ledger.switch(TimeClass.OTHER)
+
+    def _conclude_together(self, trainer: Trainer) -> None:
+        """Put all ranks' records together, while the strategy can still reach them."""
         gather = getattr(trainer.strategy, "gather_json", None)
         record = self._record(trainer)
         self._conclude(trainer, (gather(record) if gather else None) or [record])
@@ -259,6 +266,20 @@ class GoodputCallback(Callback):
         except OSError as error:
             # A full disk must neither end a training that is fine nor, in on_exception, keep the strategy from its own
             warnings.warn(f"{len(records)} goodput records could not be written to {path}: {error}", stacklevel=2)
+
+
+class _AfterAll(Callback):
+    """Comes after every other callback, also after those that write a last checkpoint at the end of training.
+
+    Args:
+        conclude: What to do then.
+    """
+
+    def __init__(self, conclude: Callable[[Trainer], None]) -> None:
+        self._conclude = conclude
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._conclude(trainer)
 
 
 def _frontier(trainer: Trainer) -> int:

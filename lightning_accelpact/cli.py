@@ -6,21 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from lightning_accelpact.goodput import (
-    GoodputSummary,
-    IncidentSummary,
-    TimeClass,
-    read_jsonl,
-    render,
-    summarize,
-)
+from lightning_accelpact.goodput import GoodputSummary, read_jsonl, render, summarize
 
 
 class ReportError(Exception):
@@ -116,22 +109,10 @@ class _RankLog:
 
 
 def _to_summary(record: Mapping[str, Any], path: Path) -> GoodputSummary:
-    """The inverse of ``GoodputSummary.to_dict``, which also writes values that follow from others."""
     try:
-        values = _values(GoodputSummary, record)
-        totals = {TimeClass(name): seconds for name, seconds in values["totals"].items()}
-        incidents = tuple(_to_incident(one) for one in values["incidents"])
-        return GoodputSummary(**{**values, "totals": totals, "incidents": incidents})
+        return GoodputSummary.from_dict(record)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReportError(f"{path} was written by another version of accelpact: {error!r}") from error
-
-
-def _to_incident(record: Mapping[str, Any]) -> IncidentSummary:
-    return IncidentSummary(**{**_values(IncidentSummary, record), "fault_ranks": tuple(record["fault_ranks"])})
-
-
-def _values(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: record[field.name] for field in fields(cls)}
 
 
 def _summaries(logs: Iterable[_RankLog]) -> list[GoodputSummary]:
@@ -164,6 +145,7 @@ def _rank_record(part: _RankLog) -> dict[str, Any]:
         "elapsed": summary.elapsed_s,
         "totals": {cls.value: seconds for cls, seconds in summary.totals.items()},
         "updates": summary.updates,
+        "update_s": summary.update_s,
         "incidents": part.incidents,
     }
 

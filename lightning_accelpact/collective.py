@@ -1,68 +1,78 @@
-"""Collectives outside an update: repaired and run again until every rank has finished them."""
+"""Fabric's collective layer, made resilient: what fails outside an update is repaired and run again by all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives import TorchCollective
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_accelpact.recovery.machine import RepairMachine
+from lightning_accelpact.recovery.operation import Operations
 
-T = TypeVar("T")
+_IN_PLACE = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
+    "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier",
+)  # fmt: skip
 
 
 class ResilientCollective(TorchCollective):
-    """Fabric's collective layer with a commit vote after each operation.
-
-    An operation counts only once every rank has finished it; a rank whose peers had not finished runs it again with
-    them. So nobody ever needs a result that only somebody else holds. Inside an update a failure is left to the
-    update's own window, which runs its micro-batches again.
+    """Fabric's collectives over all ranks, each one run until every rank has finished it.
 
     Args:
-        machine: Votes and repairs.
+        operations: Numbers, votes and repairs.
     """
 
-    def __init__(self, machine: RepairMachine) -> None:
+    def __init__(self, operations: Operations) -> None:
         super().__init__()
-        self._machine = machine
-        self._sequence = 0
+        self.operations = operations
 
-    def run(self, operation: Callable[[], T]) -> T:
-        """Run a collective operation of all ranks to its end.
+    @property
+    def group(self) -> Any:
+        """The default group; never kept, since a repair replaces it."""
+        return dist.group.WORLD
 
-        Args:
-            operation: Issues it; may be called again, so it must not change its own input.
 
-        Raises:
-            FailStop: if a fault in it could not be repaired.
-        """
-        if self._machine.inside_update:
-            return operation()
-        self._sequence += 1
-        while True:
-            try:
-                result = operation()
-                if self._machine.confirm(self._sequence):
-                    return result
-                failure: BaseException | None = None
-            except RuntimeError as error:
-                if not self._machine.recovers(error):
-                    raise
-                failure = error
-            self._machine.recover(failure)
+def _resilient(name: str) -> Callable[..., Any]:
+    plain = getattr(TorchCollective, name)
 
-    def gather_json(self, message: Any) -> list[Any]:
-        """One JSON value per rank on every rank, over the control plane."""
-        return self.run(lambda: self._machine.gather(message, self._sequence))
+    def method(self: ResilientCollective, *args: Any, **kwargs: Any) -> Any:
+        tensors = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+        kept = [tensor.clone() for tensor in tensors]
 
-    def run_in_place(self, tensor: torch.Tensor, operation: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Like :meth:`run`, for an operation that overwrites ``tensor``: its input is kept until it has succeeded."""
-        kept = tensor.clone()
+        def rewind() -> None:
+            for tensor, content in zip(tensors, kept, strict=True):
+                tensor.copy_(content)
 
-        def attempt() -> torch.Tensor:
-            tensor.copy_(kept)
-            return operation()
+        return self.operations.run(lambda: plain(self, *args, **kwargs), rewind=rewind)
 
-        return self.run(attempt)
+    method.__name__ = name
+    method.__doc__ = plain.__doc__
+    return method
+
+
+for _name in _IN_PLACE:
+    setattr(ResilientCollective, _name, _resilient(_name))
+
+
+class MetricSync:
+    """torchmetrics' own gathering of a state over the ranks, as one operation.
+
+    A metric keeps it as its ``dist_sync_fn`` and may be copied or pickled with it; copies are plain.
+    """
+
+    def __init__(self, operations: Operations | None = None) -> None:
+        self._operations = operations
+
+    def __call__(self, result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        if self._operations is None:
+            return gather_all_tensors(result, group)
+        return self._operations.run(lambda: gather_all_tensors(result, group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MetricSync:
+        return MetricSync(self._operations)
+
+    def __reduce__(self) -> tuple[type[MetricSync], tuple[()]]:
+        return MetricSync, ()

@@ -13,20 +13,24 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_accelpact.participants import Attributes, LoggedValues, Metrics
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPoint
 from lightning_accelpact.recovery.machine import RepairMachine, UpdateAborted
-from lightning_accelpact.recovery.window import Buffers, MicroBatch, Window
+from lightning_accelpact.recovery.window import Buffers, MicroBatch, Participant, RngState, Window
+
+T = TypeVar("T")
 
 CHECKED_LIGHTNING = ("2.6",)
 
@@ -44,8 +48,9 @@ class ResilientOptimization(_AutomaticOptimization):
         super().__init__(trainer)
         self._machine = machine
         self._drop_gradients = drop_gradients
-        module = trainer.lightning_module
-        self.window = Window([_Progress(self), _Results(trainer), _Metrics(module), Buffers(module)])
+        results = trainer.fit_loop.epoch_loop._results
+        self.window = Window([_Progress(self), *_participants(trainer, lambda: results)])
+        self._running = False
         self._spent = 0.0  # seconds that the current update's finished attempts at micro-batches took
         self._attempt_began: float | None = None
 
@@ -60,17 +65,24 @@ class ResilientOptimization(_AutomaticOptimization):
         loop.optim_progress = replaced.optim_progress
         loop._skip_backward = replaced._skip_backward
         epoch_loop.automatic_optimization = loop
-        machine.on_redo = loop.rewind
+        machine.on_redo = loop.redo
         return loop
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """Run one micro-batch, and whatever of its update a fault has made necessary to run again."""
-        machine = self._machine
         self._take_in(batch_idx, kwargs)
+        self._running = True
+        try:
+            return self._until_it_has_run(lambda: self._catch_up(optimizer, batch_idx, kwargs))
+        finally:
+            self._running = False
+
+    def _until_it_has_run(self, attempt: Callable[[], T]) -> T:
+        machine = self._machine
         while True:
             try:
                 with machine.inside():
-                    return self._catch_up(optimizer, batch_idx, kwargs)
+                    return attempt()
             except UpdateAborted:
                 continue  # repaired inside the guard; the window is rewound
             except RuntimeError as error:
@@ -91,9 +103,7 @@ class ResilientOptimization(_AutomaticOptimization):
         self._attempt_began = time.time()
         try:
             while len(self.window.pending) > 1:
-                self._enter(self.window.pending[0])
-                self._replay(optimizer, self.window.pending[0])
-                self.window.position += 1
+                self._replay(optimizer)
             self._enter(self.window.pending[0])
             output = super().run(optimizer, batch_idx, kwargs)
             self.window.position += 1
@@ -116,13 +126,31 @@ class ResilientOptimization(_AutomaticOptimization):
         if self.window.position == 0:
             self._machine.faults.fire(FaultPoint.START)
 
-    def _replay(self, optimizer: Optimizer, micro_batch: MicroBatch) -> None:
-        """A micro-batch before the current one: it accumulates and does not step."""
+    def _replay(self, optimizer: Optimizer) -> None:
+        """The next pending micro-batch is not the update's last: it accumulates and does not step."""
+        micro_batch = self.window.pending[0]
+        self._enter(micro_batch)
         closure = self._make_closure(micro_batch.payload, optimizer, self.window.position)
         with _block_parallel_sync_behavior(self.trainer.strategy, block=True):
             closure()
+        self.window.position += 1
 
-    def rewind(self) -> None:
+    def redo(self) -> None:
+        """Rewind the window. Between two micro-batches, run those that had been finished again at once, since what
+        follows reads what they have logged; inside one, or in a validation, that waits for the next micro-batch."""
+        self._rewind()
+        if not self._running and torch.is_grad_enabled():
+            rng, results = RngState.capture(), self.trainer._results
+            batch, size = results.batch, results.batch_size
+            self._until_it_has_run(self._replay_all)
+            results.batch, results.batch_size = batch, size
+            rng.restore()
+
+    def _replay_all(self) -> None:
+        while self.window.pending:
+            self._replay(self.trainer.optimizers[0])
+
+    def _rewind(self) -> None:
         """Drop the update's gradients and set everything it has touched back to the window's start."""
         incident = self._machine.incidents[-1]
         incident.redone_micro_batches += min(self.window.position + 1, len(self.window))
@@ -146,54 +174,27 @@ class _Progress:
         self._loop.optim_progress.load_state_dict(copy.deepcopy(state))
 
 
-class _Results:
-    """What ``self.log`` has accumulated."""
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-
-    def capture(self) -> dict[str, dict[str, Any]]:
-        return {key: _metric_state(metric) for key, metric in (self._trainer._results or {}).items()}
-
-    def restore(self, state: dict[str, dict[str, Any]]) -> None:
-        results = self._trainer._results
-        for key in [key for key in results or {} if key not in state]:
-            dict.pop(results, key)
-        for key, values in state.items():
-            _set_metric_state(results[key], values)
+def _participants(trainer: pl.Trainer, results: Callable[[], dict[str, Metric]]) -> list[Participant]:
+    module = trainer.lightning_module
+    callbacks = [callback for callback in trainer.callbacks if _acts_inside_an_update(callback)]
+    return [LoggedValues(results), Metrics(module), Attributes([module, *callbacks]), Buffers(module)]
 
 
-class _Metrics:
-    """torchmetrics that belong to the module."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def capture(self) -> list[tuple[Metric, dict[str, Any]]]:
-        return [(metric, _metric_state(metric)) for metric in self._module.modules() if isinstance(metric, Metric)]
-
-    def restore(self, state: list[tuple[Metric, dict[str, Any]]]) -> None:
-        for metric, values in state:
-            _set_metric_state(metric, values)
+_INNER_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
 
-_METRIC_ATTRIBUTES = ("_update_count", "_computed", "_forward_cache", "has_reset", "_is_synced", "_cache")
+def _acts_inside_an_update(callback: pl.Callback) -> bool:
+    return any(getattr(type(callback), hook) is not getattr(pl.Callback, hook) for hook in _INNER_HOOKS)
 
 
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    names = (*metric._defaults, *_METRIC_ATTRIBUTES)
-    return {name: _copied(getattr(metric, name)) for name in names if hasattr(metric, name)}
+def metrics(module: torch.nn.Module) -> list[Metric]:
+    """The torchmetrics that belong to a module."""
+    return [part for part in module.modules() if isinstance(part, Metric)]
 
 
-def _set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        setattr(metric, name, _copied(value))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return list(value) if isinstance(value, list) else value
+def evaluation_window(trainer: pl.Trainer) -> Window:
+    """What a validation, test or predict step may change, to be set back before the step runs again."""
+    return Window(_participants(trainer, lambda: trainer._results or {}))
 
 
 def guard_steps(precision: pl.plugins.Precision, machine: RepairMachine) -> None:
@@ -207,10 +208,19 @@ def guard_steps(precision: pl.plugins.Precision, machine: RepairMachine) -> None
     precision._after_closure = guarded
 
 
-def forget_sigterm_broadcast(trainer: pl.Trainer) -> None:
-    """Silence the fit loop's broadcast of SIGTERM: it runs before every micro-batch and swallows errors, so a fault
-    that it meets is lost and its peers wait for ever."""
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+def agree_on_sigterm(trainer: pl.Trainer, machine: RepairMachine) -> None:
+    """End the run on SIGTERM after the same update on every rank, agreed in the commit vote.
+
+    Lightning broadcasts it before every micro-batch and swallows errors: a fault that the broadcast meets is lost, and
+    the peers wait for ever.
+    """
+
+    def leave_if_agreed() -> None:
+        if machine.leaving and machine.progress.phase is Phase.COMMITTED:
+            raise SIGTERMException
+
+    machine.wants_to_leave = lambda: trainer.received_sigterm
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = leave_if_agreed
 
 
 def reset_scaler(precision: pl.plugins.Precision) -> None:
@@ -233,20 +243,62 @@ def configured_by_strategy(module: pl.LightningModule) -> Iterator[None]:
         del vars(module)["configure_model"]
 
 
-def require_automatic_optimization(trainer: pl.Trainer) -> None:
-    """Refuse what cannot be run again.
+class _ManualProgress:
+    """Lightning's step counters of manual optimization."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+
+    def capture(self) -> dict[str, Any]:
+        return copy.deepcopy(self._progress.state_dict())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._progress.load_state_dict(copy.deepcopy(state))
+
+
+def manual_window(trainer: pl.Trainer) -> Window:
+    """What an update of manual optimization changes besides gradients."""
+    results = trainer.fit_loop.epoch_loop._results
+    return Window([_ManualProgress(trainer), *_participants(trainer, lambda: results)])
+
+
+def require_manual_choice(module: pl.LightningModule, choice: str) -> None:
+    """Refuse manual optimization unless the user has chosen how its faults are handled.
 
     Raises:
-        MisconfigurationException: names what the module does and what to use instead.
+        MisconfigurationException: says what can be chosen.
     """
-    module = trainer.lightning_module
-    if not module.automatic_optimization:
+    if choice == "refuse":
         raise MisconfigurationException(
-            f"accelpact_hsdp needs automatic optimization to run an update again, but {type(module).__name__} sets"
-            " automatic_optimization=False: return the loss from training_step, or use strategy='fsdp'"
+            f"{type(module).__name__} sets automatic_optimization=False, and accelpact_hsdp cannot run an update again"
+            ' that it does not see. Either return the loss from training_step, or pass manual_optimization="update"'
+            " and put each update into self.trainer.strategy.run_update(function), or pass"
+            ' manual_optimization="fail_stop" to train it as it is and stop on a fault'
         )
+
+
+def outside_run_update() -> MisconfigurationException:
+    """The error for a manual step that could not be run again."""
+    return MisconfigurationException(
+        'with manual_optimization="update" every optimizer.step() must be called inside'
+        " self.trainer.strategy.run_update(function); this one is not. Move the update into the function, or pass"
+        ' manual_optimization="fail_stop"'
+    )
+
+
+def require_one_closure_per_step(trainer: pl.Trainer) -> None:
+    """Refuse what cannot be voted on once per step, or run again from a batch in memory.
+
+    Raises:
+        MisconfigurationException: names what was found and what to use instead.
+    """
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.strategy.optimizers):
         raise MisconfigurationException(
             "accelpact_hsdp votes once before each step, but LBFGS evaluates its closure several times in a step:"
             " use an optimizer that calls it once, such as AdamW"
+        )
+    if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            "accelpact_hsdp runs an update again from the batches it was given, but training_step(dataloader_iter)"
+            " fetches them itself: take (batch, batch_idx) instead"
         )

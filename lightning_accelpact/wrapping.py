@@ -24,8 +24,9 @@ class WrapPolicy:
     """
 
     def __init__(self, wrap: Literal["auto"] | Collection[type[torch.nn.Module]]) -> None:
-        classes = () if wrap == "auto" else tuple(wrap) if isinstance(wrap, Collection) else (wrap,)
-        if isinstance(wrap, str) and wrap != "auto" or not all(_is_module_class(cls) for cls in classes):
+        auto = isinstance(wrap, str) and wrap == "auto"
+        classes = () if auto else tuple(wrap) if isinstance(wrap, Collection) else (wrap,)
+        if not auto and not (classes and all(_is_module_class(cls) for cls in classes)):
             raise ValueError(f'wrap={wrap!r} must be "auto" or a set of torch.nn.Module classes, such as {{Block}}')
         self._classes = classes
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
@@ -177,18 +179,24 @@ def _check_seconds(seconds: float, caller: str) -> None:
         raise ValueError(f"{caller} needs finite seconds of at least 0, got {seconds!r}; swap the classes to move back")
 
 
-_IMPORTED = time.monotonic()
-
-
 def process_age() -> float:
-    """Seconds since this process was started; where there is no ``/proc``, since this module was imported."""
+    """Seconds since this program was started, as far as that can be known.
+
+    ``exec`` keeps the start time of a process, and nothing tells when it was called. So a shell that runs
+    ``pip install ... && python train.py`` and becomes Python in the end would pass its own time on. But it has waited
+    for its commands: a process that has waited for a child counts from the loading of :mod:`logging` instead, which is
+    among the first things that torch and Lightning import. So does one without ``/proc``.
+    """
+    since_logging = max(0.0, logging.makeLogRecord({}).relativeCreated / 1e3)
     try:
         stat = Path("/proc/self/stat").read_text()
     except OSError:
-        return time.monotonic() - _IMPORTED
+        return since_logging
     # Field 22, in clock ticks since boot; the fields are counted from behind the name, which may hold blanks
     ticks = int(stat[stat.rindex(")") :].split()[20])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    since_start = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    has_waited = any(resource.getrusage(resource.RUSAGE_CHILDREN))
+    return min(since_start, since_logging) if has_waited else since_start
 
 
 def append_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:

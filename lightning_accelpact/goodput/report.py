@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any
 
@@ -75,6 +75,16 @@ class IncidentSummary:
         """The incident as plain JSON values, with the checkpoint's age."""
         return {**asdict(self), "fault_ranks": list(self.fault_ranks), "checkpoint_age": self.checkpoint_age}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> IncidentSummary:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            KeyError: if a field is missing.
+            TypeError: if a value has another form.
+        """
+        return cls(**{**_own(cls, values), "fault_ranks": tuple(values["fault_ranks"])})
+
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputSummary:
@@ -125,6 +135,24 @@ class GoodputSummary:
         incidents = [incident.to_dict() for incident in self.incidents]
         return {**asdict(self), "totals": totals, "incidents": incidents, "goodput": self.goodput}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GoodputSummary:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            KeyError: if a field is missing.
+            TypeError, AttributeError: if a value has another form.
+            ValueError: if a class of time is unknown.
+        """
+        totals = {TimeClass(name): seconds for name, seconds in values["totals"].items()}
+        incidents = tuple(map(IncidentSummary.from_dict, values["incidents"]))
+        return cls(**{**_own(cls, values), "totals": totals, "incidents": incidents})
+
+
+def _own(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass, without the values that follow from them and whatever else there may be."""
+    return {field.name: values[field.name] for field in fields(cls)}
+
 
 def summarize(rank_records: Sequence[Mapping[str, Any]], *, restart_s: float | None = None) -> GoodputSummary:
     """Put the records of several ranks together. Incidents of one generation on different ranks are one incident.
@@ -132,8 +160,8 @@ def summarize(rank_records: Sequence[Mapping[str, Any]], *, restart_s: float | N
     Args:
         rank_records: Per rank a mapping of plain JSON values: ``rank``, ``world_size``, ``elapsed`` (seconds),
             ``totals`` (seconds by the value of :class:`TimeClass`; absent ones are 0), ``updates`` (committed since
-            the program started), ``update_s`` (median productive seconds of an update; if absent, the mean counts)
-            and ``incidents`` (each an ``Incident.to_dict()``, and ``checkpoint``: the frontier of the newest
+            the program started), ``update_s`` (median productive seconds of an update; 0 without updates) and
+            ``incidents`` (each an ``Incident.to_dict()``, and ``checkpoint``: the frontier of the newest
             checkpoint at its time, or None).
         restart_s: Seconds to relaunch the job and reload the checkpoint, None if unknown.
 
@@ -144,7 +172,7 @@ def summarize(rank_records: Sequence[Mapping[str, Any]], *, restart_s: float | N
     if not rank_records:
         raise ValueError("summarize() needs the record of at least one rank, got none")
     totals = _add_totals(record["totals"] for record in rank_records)
-    update_s = median(record["update_s"] if "update_s" in record else _mean_update(record) for record in rank_records)
+    update_s = median(record["update_s"] for record in rank_records)
     guard_s = max(record["totals"].get(TimeClass.GUARD.value, 0.0) for record in rank_records)
     incidents = _merge_incidents(rank_records)
     return GoodputSummary(
@@ -168,11 +196,6 @@ def _add_totals(totals: Iterable[Mapping[str, float]]) -> dict[TimeClass, float]
         for name, seconds in of_rank.items():
             added[TimeClass(name)] += seconds
     return added
-
-
-def _mean_update(record: Mapping[str, Any]) -> float:
-    productive = record["totals"].get(TimeClass.PRODUCTIVE.value, 0.0)
-    return productive / record["updates"] if record["updates"] else 0.0
 
 
 def _recoveries(incidents: Iterable[IncidentSummary]) -> list[Recovery]:

@@ -45,7 +45,7 @@ class Links(Protocol):
         """Called right after ``group`` was made: what is new since the last call belongs to it."""
 
     def cut(self, groups: Iterable[str] | None = None) -> int:
-        """Make every collective on the named groups (all if ``None``) fail at once, here and at the peers.
+        """Make every collective on the named groups (all if ``None``) fail at once, on both ends.
 
         Returns:
             How many links were still up.
@@ -97,7 +97,8 @@ class GlooLinks:
         return sum(sockets.shut(fd, inode) for fd, inode in links)
 
     def healthy(self) -> bool:
-        return all(sockets.is_established(fd, inode) for sockets in self._sockets.values() for fd, inode in sockets.items())
+        links = [link for group in self._sockets.values() for link in group.items()]
+        return all(sockets.is_established(fd, inode) for fd, inode in links)
 
     def settle(self) -> None:
         """Nothing to wait for: a Gloo collective has succeeded when its call returns."""

@@ -184,6 +184,12 @@ class ControlPlane:
             raise ControlLost(str(error)) from error
         return self._call(lambda: self.store.get(key)).decode()
 
+    def peek(self, key: str) -> str | None:
+        """A register's value, or ``None`` if it has none yet; does not wait."""
+        if not self._call(lambda: self.store.check([key])):
+            return None
+        return self._call(lambda: self.store.get(key)).decode()
+
     def cast(self, ballot: str) -> None:
         """Cast this rank's "yes"; the last rank to do so settles the ballot."""
         if self._call(lambda: self.store.add(f"{ballot}/count", 1)) == self.world_size:

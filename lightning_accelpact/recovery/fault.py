@@ -70,6 +70,11 @@ class Fault:
     micro_batch: int | None = None
     group: str | None = None
 
+    def __str__(self) -> str:
+        """The text that :meth:`parse` reads, which has no place for ``group``."""
+        micro_batch = "" if self.micro_batch is None else f".{self.micro_batch}"
+        return f"{self.point.value}@{self.update}{micro_batch}:{self.rank}:{self.kind.value}"
+
     @classmethod
     def parse(cls, text: str) -> Fault:
         """Read ``POINT@UPDATE[.MICRO][:RANK][:KIND]``, such as ``backward@3:3`` or ``vote@2:0:exception``.
@@ -115,7 +120,7 @@ class FaultPlan:
             ValueError: names the fault and the ranks that exist.
         """
         for fault in self.faults:
-            if fault.rank >= world_size:
+            if not 0 <= fault.rank < world_size:
                 raise ValueError(f"{fault} names rank {fault.rank}; the ranks of this run are 0 to {world_size - 1}")
 
 
@@ -145,6 +150,11 @@ class FaultInjector:
 
     def __bool__(self) -> bool:
         return bool(self._pending)
+
+    @property
+    def pending(self) -> list[Fault]:
+        """This rank's faults that have not struck."""
+        return list(self._pending)
 
     def wants(self, *points: FaultPoint) -> bool:
         """Whether a fault at one of these points is still to come."""

@@ -102,7 +102,10 @@ class RepairMachine:
         self.faults = faults
         self.incidents: list[Incident] = []
         self.inside_update = False
+        self.guarding = policy.guard  # may change between two updates, on all ranks alike
         self.on_redo: Callable[[], None] = lambda: None
+        self.wants_to_leave: Callable[[], bool] = lambda: False
+        self.leaving = False
 
     # -- called by the monitor thread
 
@@ -145,16 +148,17 @@ class RepairMachine:
 
     def _vote(self) -> BaseException | None:
         """Vote; returns what went wrong, or ``None`` if the step is on."""
-        if not self._policy.guard:
+        if not self.guarding:
             return None
         try:
             self._communicators.links.settle()
             self.progress.phase = Phase.PREPARED
             self.faults.fire(FaultPoint.VOTE)
             with self._voting(self.guard.open(self.generation)):
-                self.guard.cast()
+                self.guard.cast(leave=self.wants_to_leave())
                 if not self.guard.passed():
                     return Superseded("the vote was vetoed")
+            self.leaving = self.guard.leaving()
             self.faults.fire(FaultPoint.STEP)
         except (CommunicatorLost, Superseded) as error:
             return error

@@ -26,14 +26,10 @@ class Fsdp2Subject:
         """Protect this model.
 
         Args:
-            root: The outermost module.
+            root: The outermost module; may still have to be sharded.
             meshes: Device meshes that name communicators besides those the model itself names.
         """
         self._root = root
-        self._meshes = list(meshes)
-
-    def watch(self, meshes: Iterable[DeviceMesh]) -> None:
-        """Rebind these meshes also before there is a model."""
         self._meshes = list(meshes)
 
     def settle_device(self) -> None:

@@ -94,23 +94,54 @@ class Buffers:
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What a payload is made of, to tell later whether it still is.
+
+    Args:
+        structure: Its nested containers and their keys.
+        leaves: What they hold.
+        versions: How often each tensor among the leaves had been written to.
+    """
+
+    structure: pytree.TreeSpec
+    leaves: list[Any]
+    versions: list[int]
+
+    @classmethod
+    def of(cls, payload: Any) -> Contents:
+        """The contents as they are now. An object of a class that is no container counts as one leaf."""
+        leaves, structure = pytree.tree_flatten(payload)
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return cls(structure, leaves, [tensor._version for tensor in tensors if not tensor.is_inference()])
+
+    def still(self, payload: Any) -> bool:
+        """Whether the payload has the same containers, which hold the same objects, none of them written to since."""
+        now = Contents.of(payload)
+        return (
+            self.structure == now.structure
+            and all(old is new for old, new in zip(self.leaves, now.leaves, strict=True))
+            and self.versions == now.versions
+        )
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch of the window.
 
     Args:
         payload: What its training step was called with, by reference.
         rng: The generators right before it ran.
-        versions: How often each of the payload's tensors had been written to.
+        contents: What the payload was made of then.
     """
 
     payload: Any
     rng: RngState
-    versions: tuple[int, ...]
+    contents: Contents
 
     @property
     def untouched(self) -> bool:
-        """Whether no tensor of the payload has been changed in place since."""
-        return self.versions == _versions(self.payload)
+        """Whether the payload has not been changed since, neither a tensor in place nor an entry of a container."""
+        return self.contents.still(self.payload)
 
 
 class Window:
@@ -134,7 +165,7 @@ class Window:
 
     def add(self, payload: Any) -> None:
         """Take in the micro-batch that is about to run."""
-        self._micro_batches.append(MicroBatch(payload, RngState.capture(), _versions(payload)))
+        self._micro_batches.append(MicroBatch(payload, RngState.capture(), Contents.of(payload)))
 
     def __len__(self) -> int:
         return len(self._micro_batches)
@@ -157,8 +188,3 @@ class Window:
         for participant, state in zip(self._participants, self._captured, strict=True):
             participant.restore(state)
         self.position = 0
-
-
-def _versions(payload: Any) -> tuple[int, ...]:
-    tensors = (leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, torch.Tensor))
-    return tuple(tensor._version for tensor in tensors if not tensor.is_inference())
