@@ -190,10 +190,19 @@ class ControlPlane:
             return None
         return self._call(lambda: self.store.get(key)).decode()
 
-    def cast(self, ballot: str) -> None:
-        """Cast this rank's "yes"; the last rank to do so settles the ballot."""
-        if self._call(lambda: self.store.add(f"{ballot}/count", 1)) == self.world_size:
+    def cast(self, ballot: str, *, expired: str | None = None) -> None:
+        """Cast this rank's "yes"; the last rank to do so settles the ballot.
+
+        Args:
+            ballot: Name of the ballot.
+            expired: A ballot that no rank can still be waiting for; the first rank to vote removes it, so that a run of
+                weeks does not fill the store.
+        """
+        count = self._call(lambda: self.store.add(f"{ballot}/count", 1))
+        if count == self.world_size:
             self.settle(ballot, _YES)
+        elif count == 1 and expired is not None:
+            self._call(lambda: (self.store.delete_key(f"{expired}/count"), self.store.delete_key(expired)))
 
     def tally(self, ballot: str) -> bool:
         """Wait until the ballot is settled: true if every rank voted, false if anyone vetoed first."""

@@ -23,12 +23,16 @@ class BoundaryGuard:
         self._control = control
         self._progress = progress
         self._ballot = ""
+        self._generation = 0
 
     def open(self, generation: int) -> str:
         """Name the ballot of the current update in this generation, and return it."""
-        progress = self._progress
-        self._ballot = f"vote/{progress.run}/{generation}/{progress.frontier}"
+        self._generation = generation
+        self._ballot = self._name(self._progress.frontier)
         return self._ballot
+
+    def _name(self, update: int) -> str:
+        return f"vote/{self._progress.run}/{self._generation}/{update}"
 
     def cast(self, *, leave: bool = False) -> None:
         """Declare this rank's gradients of the current update complete.
@@ -39,7 +43,8 @@ class BoundaryGuard:
         """
         if leave:
             self._control.settle(self._leave_key, str(self._progress.frontier))
-        self._control.cast(self._ballot)
+        # Whoever votes on this update has left the last one, and so the one before is read by nobody
+        self._control.cast(self._ballot, expired=self._name(self._progress.frontier - 2))
 
     def passed(self) -> bool:
         """Wait for the outcome: true if every rank is prepared, false if a rank vetoed first."""

@@ -224,10 +224,11 @@ class RepairMachine:
         Returns:
             Whether every rank has finished it; otherwise a fault came first and it must run again after a repair.
         """
-        ballot = f"operation/{self.progress.run}/{self.generation}/{sequence}"
+        series = f"operation/{self.progress.run}/{self.generation}"
+        ballot = f"{series}/{sequence}"
         try:
             with self._voting(ballot):
-                self._control.cast(ballot)
+                self._control.cast(ballot, expired=f"{series}/{sequence - 2}")
                 return self._control.tally(ballot)
         except Superseded:
             return False
