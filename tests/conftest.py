@@ -11,6 +11,8 @@ import pytest
 # Before anything imports torch: BLAS and OpenMP pools would outnumber the cores many times over
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# torch's store looks up the name of every peer that connects; a resolver that loses a query must not cost 5 s each time
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import jobs  # noqa: E402
 from cluster import run_ranks, values  # noqa: E402

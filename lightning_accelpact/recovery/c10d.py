@@ -139,7 +139,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 _native_wait = dist.Work.wait
 _NO_TIMEOUT = timedelta(0)
-_SLICE = timedelta(milliseconds=100)
+_SLICE = timedelta(milliseconds=25)
 
 
 def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:

@@ -189,6 +189,8 @@ class Communicators:
         self._lock = threading.Lock()
         self._specs: list[GroupSpec] = []
         self._complete = True
+        # Whether a rebuild may wait on the store: it is cut only then, since a new connection costs DNS look-ups
+        self._meeting = False
         self._store: dist.Store | None = None
         self.links = links
         self.generation = 0
@@ -215,7 +217,8 @@ class Communicators:
         with self._lock:
             if self.generation >= before:
                 return 0
-            self._cut_store()
+            if self._meeting:
+                self._cut_store()
             return self.links.cut()
 
     def retire(self, generation: int) -> list[dist.ProcessGroup]:
@@ -235,6 +238,7 @@ class Communicators:
             self.links.forget()
             self.generation = generation
             self._store = self._make_store(generation)
+            self._meeting = True
             self.links.watch()
             return c10d.forget_groups()
 
@@ -251,6 +255,7 @@ class Communicators:
             groups = {spec.name: self._create(spec) for spec in self._specs}
         except RuntimeError as error:
             raise CommunicatorLost(f"rebuilding generation {self.generation} failed: {error}") from error
+        self._meeting = False
         self._complete = True
         return groups
 
