@@ -1,6 +1,6 @@
 """Fault recovery without checkpoint I/O for hybrid-sharded training on Lightning.
 
-Importing this package makes ``Trainer(strategy="accelpact_hsdp")`` known to Lightning. It imports neither torch nor
+Importing this package makes ``Trainer(strategy="accelpact_hsdp")`` and ``Fabric(strategy="accelpact_hsdp")`` known. It imports neither torch nor
 Lightning: the public names below load when they are first used.
 """
 
@@ -13,6 +13,8 @@ from lightning_accelpact._autoload import on_package_import
 
 if TYPE_CHECKING:
     from lightning_accelpact.callback import GoodputCallback
+    from lightning_accelpact.fabric import FabricHSDPStrategy
+    from lightning_accelpact.goodput.account import GoodputOptions
     from lightning_accelpact.recovery.action import Action, Phase
     from lightning_accelpact.recovery.fault import FaultPlan
     from lightning_accelpact.recovery.incident import Incident
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
+    "FabricHSDPStrategy",
     "FailStop",
     "FaultPlan",
     "GoodputCallback",
+    "GoodputOptions",
     "Incident",
     "Phase",
     "ResilientHSDPStrategy",
@@ -31,9 +35,11 @@ __all__ = [
 
 _HOMES = {
     "Action": "recovery.action",
+    "FabricHSDPStrategy": "fabric",
     "FailStop": "recovery.policy",
     "FaultPlan": "recovery.fault",
     "GoodputCallback": "callback",
+    "GoodputOptions": "goodput.account",
     "Incident": "recovery.incident",
     "Phase": "recovery.action",
     "ResilientHSDPStrategy": "strategy",

@@ -38,13 +38,21 @@ class _Entry(NamedTuple):
     description: str
 
 
+_DESCRIPTION = "FSDP2 hybrid sharding that recovers from failed collectives without reading a checkpoint"
+
 # The module that is importable once its registry is complete -> what goes into that registry
 _ENTRIES = {
     "lightning.pytorch.strategies": _Entry(
         registry="StrategyRegistry",
         name="accelpact_hsdp",
         target="lightning_accelpact.strategy:ResilientHSDPStrategy",
-        description="FSDP2 hybrid sharding that recovers from failed collectives without reading a checkpoint",
+        description=_DESCRIPTION,
+    ),
+    "lightning.fabric.strategies": _Entry(
+        registry="STRATEGY_REGISTRY",
+        name="accelpact_hsdp",
+        target="lightning_accelpact.fabric:FabricHSDPStrategy",
+        description=_DESCRIPTION,
     ),
 }
 

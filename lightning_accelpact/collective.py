@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives import TorchCollective
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_accelpact.recovery import c10d
 from lightning_accelpact.recovery.operation import Operations
 
 _IN_PLACE = (
@@ -69,7 +70,7 @@ class MetricSync:
     def __call__(self, result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         if self._operations is None:
             return gather_all_tensors(result, group)
-        return self._operations.run(lambda: gather_all_tensors(result, group))
+        return self._operations.run(lambda: gather_all_tensors(result, c10d.current(group)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MetricSync:
         return MetricSync(self._operations)

@@ -24,11 +24,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_accelpact.participants import Attributes, LoggedValues, Metrics
+from lightning_accelpact.participants import Attributes, LoggedValues, Metrics, modules_with_attributes
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPoint
 from lightning_accelpact.recovery.machine import RepairMachine, UpdateAborted
-from lightning_accelpact.recovery.window import Buffers, MicroBatch, Participant, RngState, Window
+from lightning_accelpact.recovery.update import UpdateRunner
+from lightning_accelpact.recovery.window import Buffers, MicroBatch, Modes, Participant, Window
 
 T = TypeVar("T")
 
@@ -50,7 +51,6 @@ class ResilientOptimization(_AutomaticOptimization):
         self._drop_gradients = drop_gradients
         results = trainer.fit_loop.epoch_loop._results
         self.window = Window([_Progress(self), *_participants(trainer, lambda: results)])
-        self._running = False
         self._spent = 0.0  # seconds that the current update's finished attempts at micro-batches took
         self._attempt_began: float | None = None
 
@@ -65,17 +65,13 @@ class ResilientOptimization(_AutomaticOptimization):
         loop.optim_progress = replaced.optim_progress
         loop._skip_backward = replaced._skip_backward
         epoch_loop.automatic_optimization = loop
-        machine.on_redo = loop.redo
+        machine.on_redo = loop.rewind
         return loop
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """Run one micro-batch, and whatever of its update a fault has made necessary to run again."""
         self._take_in(batch_idx, kwargs)
-        self._running = True
-        try:
-            return self._until_it_has_run(lambda: self._catch_up(optimizer, batch_idx, kwargs))
-        finally:
-            self._running = False
+        return self._until_it_has_run(lambda: self._catch_up(optimizer, batch_idx, kwargs))
 
     def _until_it_has_run(self, attempt: Callable[[], T]) -> T:
         machine = self._machine
@@ -104,9 +100,9 @@ class ResilientOptimization(_AutomaticOptimization):
         try:
             while len(self.window.pending) > 1:
                 self._replay(optimizer)
-            self._enter(self.window.pending[0])
+            self._enter()
             output = super().run(optimizer, batch_idx, kwargs)
-            self.window.position += 1
+            self.window.finish()
             return output
         finally:
             self._end_attempt(time.time())
@@ -116,42 +112,27 @@ class ResilientOptimization(_AutomaticOptimization):
             self._spent += max(0.0, now - self._attempt_began)
         self._attempt_began = None
 
-    def _enter(self, micro_batch: MicroBatch) -> None:
+    def _enter(self) -> MicroBatch:
         self._machine.progress.micro_batch = self.window.position
         self._machine.enter(Phase.FORWARD)
-        micro_batch.rng.restore()
+        micro_batch = self.window.begin()
         results = self.trainer._results
         if results is not None:  # what on_batch_start had set for this batch
             results.batch, results.batch_size = micro_batch.payload.get("batch"), None
         if self.window.position == 0:
             self._machine.faults.fire(FaultPoint.START)
+        return micro_batch
 
     def _replay(self, optimizer: Optimizer) -> None:
         """The next pending micro-batch is not the update's last: it accumulates and does not step."""
-        micro_batch = self.window.pending[0]
-        self._enter(micro_batch)
+        micro_batch = self._enter()
         closure = self._make_closure(micro_batch.payload, optimizer, self.window.position)
         with _block_parallel_sync_behavior(self.trainer.strategy, block=True):
             closure()
-        self.window.position += 1
+        self.window.finish()
 
-    def redo(self) -> None:
-        """Rewind the window. Between two micro-batches, run those that had been finished again at once, since what
-        follows reads what they have logged; inside one, or in a validation, that waits for the next micro-batch."""
-        self._rewind()
-        if not self._running and torch.is_grad_enabled():
-            rng, results = RngState.capture(), self.trainer._results
-            batch, size = results.batch, results.batch_size
-            self._until_it_has_run(self._replay_all)
-            results.batch, results.batch_size = batch, size
-            rng.restore()
-
-    def _replay_all(self) -> None:
-        while self.window.pending:
-            self._replay(self.trainer.optimizers[0])
-
-    def _rewind(self) -> None:
-        """Drop the update's gradients and set everything it has touched back to the window's start."""
+    def rewind(self) -> None:
+        """Drop the update's gradients; its micro-batches run again when the loop comes to the current or next one."""
         incident = self._machine.incidents[-1]
         incident.redone_micro_batches += min(self.window.position + 1, len(self.window))
         self._end_attempt(incident.time)  # the guard repairs inside the attempt
@@ -177,7 +158,8 @@ class _Progress:
 def _participants(trainer: pl.Trainer, results: Callable[[], dict[str, Metric]]) -> list[Participant]:
     module = trainer.lightning_module
     callbacks = [callback for callback in trainer.callbacks if _acts_inside_an_update(callback)]
-    return [LoggedValues(results), Metrics(module), Attributes([module, *callbacks]), Buffers(module)]
+    owners = [*modules_with_attributes(module), *callbacks]
+    return [LoggedValues(results), Metrics(module), Attributes(owners), Buffers(module), Modes(module)]
 
 
 _INNER_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -197,13 +179,13 @@ def evaluation_window(trainer: pl.Trainer) -> Window:
     return Window(_participants(trainer, lambda: trainer._results or {}))
 
 
-def guard_steps(precision: pl.plugins.Precision, machine: RepairMachine) -> None:
+def guard_steps(precision: pl.plugins.Precision, guard: RepairMachine | UpdateRunner) -> None:
     """Vote right after clipping and before the optimizer writes: the end of the precision plugin's closure handling."""
     after_closure = type(precision)._after_closure
 
     def guarded(model: pl.LightningModule, optimizer: Any) -> None:
         after_closure(precision, model, optimizer)
-        machine.vote()
+        guard.vote()
 
     precision._after_closure = guarded
 
@@ -286,17 +268,35 @@ def outside_run_update() -> MisconfigurationException:
     )
 
 
+def no_manual_update() -> MisconfigurationException:
+    """The error for an update given as a function where Lightning's own loop runs the updates."""
+    return MisconfigurationException(
+        "self.trainer.strategy.run_update(function) is for a module with automatic_optimization=False, during fit, under"
+        ' a strategy with manual_optimization="update"'
+    )
+
+
+def require_one_closure_call(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose step is many.
+
+    Raises:
+        MisconfigurationException: says what to use instead.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise MisconfigurationException(
+            "accelpact_hsdp votes once before each step, but LBFGS evaluates its closure several times in a step:"
+            " use an optimizer that calls it once, such as AdamW"
+        )
+
+
 def require_one_closure_per_step(trainer: pl.Trainer) -> None:
     """Refuse what cannot be voted on once per step, or run again from a batch in memory.
 
     Raises:
         MisconfigurationException: names what was found and what to use instead.
     """
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.strategy.optimizers):
-        raise MisconfigurationException(
-            "accelpact_hsdp votes once before each step, but LBFGS evaluates its closure several times in a step:"
-            " use an optimizer that calls it once, such as AdamW"
-        )
+    for optimizer in trainer.strategy.optimizers:
+        require_one_closure_call(optimizer)
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException(
             "accelpact_hsdp runs an update again from the batches it was given, but training_step(dataloader_iter)"

@@ -1,13 +1,14 @@
-"""What a training or validation step changes besides gradients, generators and buffers, captured for a window."""
+"""What a training or validation step changes in metrics, logged values and plain attributes, captured for a window."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torchmetrics import Metric
 
@@ -22,15 +23,15 @@ class LoggedValues:
     def __init__(self, results: Callable[[], dict[str, Metric]]) -> None:
         self._results = results
 
-    def capture(self) -> dict[str, dict[str, Any]]:
-        return {key: _metric_state(metric) for key, metric in self._results().items()}
+    def capture(self) -> dict[str, tuple[Metric, dict[str, Any]]]:
+        return {key: (metric, _metric_state(metric)) for key, metric in self._results().items()}
 
-    def restore(self, state: dict[str, dict[str, Any]]) -> None:
+    def restore(self, state: dict[str, tuple[Metric, dict[str, Any]]]) -> None:
         results = self._results()
-        for key in [key for key in results if key not in state]:
-            dict.pop(results, key)
-        for key, values in state.items():
-            _set_metric_state(results[key], values)
+        results.clear()  # a key that is missing, or there too early, is one that the replay comes to in its own time
+        for key, (metric, values) in state.items():
+            results[key] = metric
+            _set_metric_state(metric, values)
 
 
 class Metrics:
@@ -67,12 +68,12 @@ def _copied(value: Any) -> Any:
 
 
 class Attributes:
-    """The plain attributes of a module or a callback: counters, lists of outputs.
+    """The plain attributes of modules and callbacks: counters, lists of outputs.
 
     Containers are copied and set back in place, so that whoever else holds them sees the same.
 
     Args:
-        owners: Whose attributes; what Lightning itself keeps on a module is left out.
+        owners: Whose attributes; what torch and Lightning themselves keep on a module is left out.
     """
 
     def __init__(self, owners: list[Any]) -> None:
@@ -89,11 +90,33 @@ class Attributes:
                 vars(owner)[name] = _refilled(value, kept)
 
 
-_FRAMEWORK_NAMES = frozenset(vars(pl.LightningModule()))
+_LIBRARIES = ("torch.", "lightning.pytorch.core.", "lightning.fabric.", "builtins", "typing", "abc")
+
+
+def modules_with_attributes(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules from ``root`` on that may keep attributes of their own making: not those of torch or torchmetrics."""
+    return [module for module in root.modules() if not isinstance(module, Metric) and _is_home_made(type(module))]
+
+
+def _is_home_made(cls: type) -> bool:
+    # FSDP puts a class of its own in front, which says that it is from torch
+    return any(not base.__module__.startswith(_LIBRARIES) for base in cls.__mro__)
+
+
+def _framework_names(owner: Any) -> frozenset[str]:
+    lightning = sys.modules.get("lightning.pytorch.core.module")  # imported if the owner is one of its modules
+    if lightning is not None and isinstance(owner, lightning.LightningModule):
+        return _names_of_a_new(lightning.LightningModule)
+    return _names_of_a_new(torch.nn.Module) if isinstance(owner, torch.nn.Module) else frozenset()
+
+
+@cache
+def _names_of_a_new(cls: type) -> frozenset[str]:
+    return frozenset(vars(cls()))
 
 
 def _plain_names(owner: Any) -> list[str]:
-    framework = _FRAMEWORK_NAMES if isinstance(owner, pl.LightningModule) else ()
+    framework = _framework_names(owner)
     return [name for name in vars(owner) if name not in framework]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_accelpact.recovery import session
 
-_WARM = ["torch", "torch.distributed", "lightning.pytorch", "lightning_accelpact.strategy", "jobs"]
+_WARM = ["torch", "torch.distributed", "lightning.pytorch", "lightning_accelpact.strategy", "jobs", "jobs_fabric"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_WARM)
 

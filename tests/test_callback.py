@@ -49,6 +49,18 @@ def test_every_second_goes_to_its_class(model: Model, strategy: Strategy, clock:
     assert callback.summary.updates == 4
 
 
+def test_a_checkpoint_at_the_end_of_training_is_in_the_summary(
+    model: Model, strategy: Strategy, clock: Clock, tmp_path: Path
+) -> None:
+    callback = GoodputCallback()
+    saver = ModelCheckpoint(dirpath=tmp_path, save_last=True, every_n_train_steps=100)
+    trainer = trainer_for(strategy, callback, saver, enable_checkpointing=True)
+    trainer.fit(model, loader(model))
+    assert Path(saver.last_model_path).exists()
+    assert callback.summary.totals[TimeClass.CHECKPOINT_SAVE] == 16
+    assert callback.summary.wall_s == clock.now
+
+
 def test_it_works_under_any_other_strategy(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     callback = GoodputCallback()
     trainer_for("auto", callback, enable_progress_bar=True).fit(model, loader(model))

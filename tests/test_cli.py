@@ -38,7 +38,7 @@ def rank_record(rank: int, world_size: int, **changes: Any) -> dict[str, Any]:
     totals = {"productive": 6.0, "group_repair": 2.0, "guard": 2.0}
     incidents = [incident(rank)]
     base = {"rank": rank, "world_size": world_size, "elapsed": 10.0, "totals": totals, "updates": 6}
-    return {**base, "incidents": incidents, **changes}
+    return {**base, "update_s": 0.75, "incidents": incidents, **changes}
 
 
 def write(path: Path, records: Sequence[dict[str, Any]], *, incidents: Sequence[dict[str, Any]] = ()) -> Path:

@@ -1,10 +1,13 @@
 """What a run's time went to, what faults cost and what in-memory recovery saved. Needs neither torch nor Lightning."""
 
+from lightning_accelpact.goodput.account import GoodputAccount, GoodputOptions
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass, append_jsonl, process_age, read_jsonl
 from lightning_accelpact.goodput.model import Recovery, saved_against_restart, time_saved
 from lightning_accelpact.goodput.report import GoodputSummary, IncidentSummary, render, summarize
 
 __all__ = [
+    "GoodputAccount",
+    "GoodputOptions",
     "GoodputSummary",
     "IncidentSummary",
     "Ledger",

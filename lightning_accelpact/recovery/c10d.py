@@ -35,7 +35,7 @@ class GroupSpec:
     Args:
         name: Its name in torch's registry. Kept, so that compiled graphs and DTensor specs stay valid.
         ranks: Global ranks of its members, in group order.
-        backend: Backend, or device-to-backend map (``cpu:gloo,cuda:nccl``).
+        backend: Backend, or device-to-backend map (``cpu:gloo,cuda:nccl``), as it was asked for.
         description: Free text that torch shows in its logs.
         is_world: Whether it is the default group.
     """
@@ -58,10 +58,17 @@ def _spec(group: dist.ProcessGroup) -> GroupSpec:
     return GroupSpec(
         name=world.pg_names[group],
         ranks=tuple(dist.get_process_group_ranks(group)),
-        backend=str(world.pg_backend_config[group]),
+        backend=_backend(group),
         description=group.group_desc,
         is_world=group is dist.group.WORLD,
     )
+
+
+def _backend(group: dist.ProcessGroup) -> str:
+    """The backend as it was asked for, which ``get_backend`` gives back and callers compare with ``"gloo"``."""
+    world = distributed_c10d._world
+    asked = str(world.pg_map[group][0])
+    return str(world.pg_backend_config[group]) if asked == dist.Backend.UNDEFINED else asked
 
 
 def forget_groups() -> list[dist.ProcessGroup]:
@@ -101,6 +108,11 @@ def create_group(spec: GroupSpec, *, rank: int, store: dist.Store, timeout: time
     )
     world.pg_group_ranks[group] = {member: index for index, member in enumerate(spec.ranks)}
     return group
+
+
+def current(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group that bears this group's name now: whoever got hold of one may have kept it over a repair."""
+    return group if group is None else distributed_c10d._resolve_process_group(group.group_name)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

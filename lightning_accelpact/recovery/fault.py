@@ -173,7 +173,7 @@ class FaultInjector:
         for fault in self._pending:
             if fault.point is point and self._due(fault, last):
                 self._pending.remove(fault)
-                self._strike(fault)
+                self.strike(fault)
                 return
 
     def _due(self, fault: Fault, last: bool) -> bool:
@@ -184,7 +184,12 @@ class FaultInjector:
             return last if fault.micro_batch is None else fault.micro_batch == here.micro_batch
         return True
 
-    def _strike(self, fault: Fault) -> None:
+    def strike(self, fault: Fault) -> None:
+        """Strike now, wherever the rank stands; for drills at places that have no :class:`FaultPoint`.
+
+        Raises:
+            InjectedFault: for a fault of the exception kind.
+        """
         self.struck_at = self._clock()
         if fault.kind is FaultKind.SOCKETS:
             self._cut([fault.group] if fault.group else None)

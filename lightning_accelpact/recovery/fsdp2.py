@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +70,29 @@ def set_gradient_sync(root: torch.nn.Module, enabled: bool) -> None:
     """Whether backward passes reduce gradients, for every FSDP root below ``root``."""
     for module in wrapped_modules(root):
         module.set_requires_gradient_sync(enabled, recurse=False)
+
+
+@contextmanager
+def no_gradient_sync(root: torch.nn.Module, enabled: bool = True) -> Iterator[None]:
+    """No gradient communication inside, for a micro-batch that is not the update's last.
+
+    Args:
+        root: The outermost module.
+        enabled: False changes nothing.
+    """
+    set_gradient_sync(root, not enabled)
+    try:
+        yield
+    finally:
+        set_gradient_sync(root, True)
+
+
+def holds_gradients(root: torch.nn.Module) -> bool:
+    """Whether backward passes have left gradients, those of micro-batches without gradient sync included."""
+    params = [param for group in param_groups(root) for param in group.fsdp_params]
+    unsharded = [getattr(param, "_unsharded_param", None) for param in params]
+    gradients = (parameter.grad for parameter in (*root.parameters(), *unsharded) if parameter is not None)
+    return any(gradient is not None for gradient in (*gradients, *(p.unsharded_accumulated_grad for p in params)))
 
 
 def reduces_gradients(root: torch.nn.Module) -> bool:

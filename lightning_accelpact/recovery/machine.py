@@ -106,6 +106,7 @@ class RepairMachine:
         self.on_redo: Callable[[], None] = lambda: None
         self.wants_to_leave: Callable[[], bool] = lambda: False
         self.leaving = False
+        self.stopped = False  # this rank has ended the run, for itself or for everybody
 
     # -- called by the monitor thread
 
@@ -378,6 +379,7 @@ class RepairMachine:
 
     def tell_stop(self, reason: str) -> None:
         """Make every other rank fail-stop, because this one ends for a reason of its own."""
+        self.stopped = True
         newest = max(self.generation, self._inbox.generation)
         self._notify(Notice(generation=newest + 1, rank=self.progress.rank, reason=reason, time=time.time(), stop=True))
 
@@ -389,6 +391,7 @@ class RepairMachine:
             self._inbox.control_lost = str(error)
 
     def _fail_stop(self, reason: str, incident: Incident | None = None) -> None:
+        self.stopped = True
         if incident is not None:
             incident.action = incident.verb = Action.RESTART.value
             incident.outcome = "fail_stop"

@@ -28,6 +28,11 @@ class Operations:
         self._sequence = 0
         self._running = False
 
+    @property
+    def running(self) -> bool:
+        """Whether an operation is being run by :meth:`run`."""
+        return self._running
+
     def run(self, operation: Callable[[], T], *, rewind: Callable[[], None] = lambda: None) -> T:
         """Run an operation of all ranks.
 

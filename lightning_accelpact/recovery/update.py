@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPoint
@@ -13,6 +14,10 @@ from lightning_accelpact.recovery.window import Window
 T = TypeVar("T")
 
 
+class UpdateMisuse(Exception):
+    """An update does what could not be run again exactly."""
+
+
 class UpdateRunner:
     """Runs updates for loops that are the user's own.
 
@@ -20,12 +25,23 @@ class UpdateRunner:
         machine: Guards and repairs.
         window: Captures what an update changes besides gradients.
         drop_gradients: Clears every gradient.
+        holds_gradients: Whether there are any.
     """
 
-    def __init__(self, machine: RepairMachine, window: Window, drop_gradients: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        machine: RepairMachine,
+        window: Window,
+        *,
+        drop_gradients: Callable[[], None],
+        holds_gradients: Callable[[], bool],
+    ) -> None:
         self._machine = machine
         self._window = window
         self._drop_gradients = drop_gradients
+        self._holds_gradients = holds_gradients
+        self._began = 0.0
+        self._micro_batches = 0
         machine.on_redo = self._rewind
 
     @property
@@ -33,45 +49,97 @@ class UpdateRunner:
         """Whether an update is being run by :meth:`run`."""
         return self._machine.inside_update
 
-    def run(self, update: Callable[[], T]) -> T:
-        """Run one update: all its forward and backward passes, and one optimizer step at its end.
+    def run(self, update: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run one update: all its forward and backward passes, and the optimizer steps at its end.
+
+        It begins without gradients. The vote comes before the first step and the frontier moves when ``update`` returns, so several optimizers may
+        step in it. Without a step it is an update that was skipped, on all ranks alike.
 
         Args:
             update: Does it; may be called several times, so it must take its batches from outside and draw random
-                numbers from torch, Python or NumPy only. Nothing that communicates may follow the step in it.
+                numbers from torch, Python or NumPy only. Nothing that communicates may follow the first step in it.
+            args: What it is called with, such as the batches. It is not run again if it has changed them in place.
+            kwargs: Likewise.
 
         Returns:
             What ``update`` returned.
 
         Raises:
-            FailStop: if a fault in it could not be repaired, or came after its step.
+            FailStop: if a fault in it could not be repaired, or came after its first step.
+            UpdateMisuse: if it goes on computing after a step, or leaves gradients for a later update.
         """
         self._machine.poll()
+        self._drop_gradients()  # what came before the window could not be brought back
         self._window.open()
-        self._window.add(None)
-        frontier = self._machine.progress.frontier
+        self._window.add((args, kwargs))
+        result = self._until_it_has_run(lambda: update(*args, **kwargs))
+        self._machine.stepped()
+        return result
+
+    def _until_it_has_run(self, update: Callable[[], T]) -> T:
         while True:
             try:
-                return self._attempt(update)
+                with self._machine.inside():
+                    return self._attempt(update)
             except UpdateAborted:
                 continue  # repaired inside the guard; the window is rewound
             except RuntimeError as error:
                 if not self._machine.recovers(error):
                     raise
                 failure = error
-            if self._machine.progress.frontier > frontier:
-                self._machine.stop_all(f"a fault after the step, inside the update's function: {failure}")
+            if self._stepping:
+                self._machine.stop_all(f"a fault after the first step, inside the update's function: {failure}")
             self._machine.recover(failure)
 
     def _attempt(self, update: Callable[[], T]) -> T:
         machine = self._machine
-        with machine.inside():
-            self._window.pending[0].rng.restore()
-            machine.enter(Phase.FORWARD)
-            machine.faults.fire(FaultPoint.START)
-            return update()
+        self._began, self._micro_batches = time.time(), 1
+        self._window.begin()
+        machine.enter(Phase.FORWARD)
+        machine.faults.fire(FaultPoint.START)
+        result = update()
+        if not self._stepping:
+            self._skip()
+        return result
+
+    def _skip(self) -> None:
+        """Agree with all ranks that nothing is to be written in this update."""
+        if self._holds_gradients():
+            raise UpdateMisuse(
+                "run_update(function) returned without an optimizer step, but left gradients: one function must hold all"
+                " micro-batches of an update and its step. To skip an update, clear them with optimizer.zero_grad()"
+            )
+        self._machine.vote()
+
+    def enter(self, phase: Phase) -> None:
+        """A forward or backward pass of the update begins.
+
+        Raises:
+            UpdateMisuse: if an optimizer has stepped.
+        """
+        progress = self._machine.progress
+        if self._stepping:
+            raise UpdateMisuse(
+                f"run_update(function): a {phase.value} pass after an optimizer step could not be run again. Steps come"
+                " last; give each group of losses and steps that follow one another a run_update() of its own"
+            )
+        if phase is Phase.FORWARD and progress.phase is Phase.BACKWARD:
+            progress.micro_batch += 1
+            self._micro_batches += 1
+        self._machine.enter(phase)
+
+    def vote(self) -> None:
+        """An optimizer is about to write: vote on the update, unless another one has written in it."""
+        if not self._stepping:
+            self._machine.vote()
+
+    @property
+    def _stepping(self) -> bool:
+        return self._machine.progress.phase is Phase.STEPPING
 
     def _rewind(self) -> None:
-        self._machine.incidents[-1].redone_micro_batches += 1
+        incident = self._machine.incidents[-1]
+        incident.redone_micro_batches += self._micro_batches
+        incident.redo_s += max(0.0, incident.time - self._began)
         self._drop_gradients()
         self._window.rewind()

@@ -61,29 +61,21 @@ class Participant(Protocol):
 class Buffers:
     """The modules' buffers, such as BatchNorm's running statistics.
 
-    All are copied at every window: a buffer's version counter does not tell whether it has changed, since BatchNorm's
+    All are copied for every micro-batch: a buffer's version counter does not tell whether it has changed, since BatchNorm's
     kernels write to the running statistics without moving it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._copies: dict[tuple[int, str], torch.Tensor] = {}
 
     def capture(self) -> list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]:
         """(owner, name, the buffer itself, its copy) for every buffer."""
         return [
-            (owner, name, buffer, self._copy((id(owner), name), buffer))
+            (owner, name, buffer, buffer.detach().clone())
             for owner in self._module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-
-    def _copy(self, key: tuple[int, str], buffer: torch.Tensor) -> torch.Tensor:
-        copy = self._copies.get(key)
-        if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype or copy.device != buffer.device:
-            copy = self._copies[key] = buffer.detach().clone()
-            return copy
-        return copy.copy_(buffer.detach())
 
     def restore(self, state: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]) -> None:
         """Write the copies back into the buffers that were there, also where a module has put another in place."""
@@ -91,6 +83,32 @@ class Buffers:
             owner._buffers[name] = buffer
             with torch.no_grad():
                 buffer.copy_(copy)
+
+
+class Modes:
+    """What a step may switch for a while and a fault would leave switched: training mode, and which parameters train.
+
+    Args:
+        root: The outermost module.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+
+    def capture(self) -> tuple[list[tuple[torch.nn.Module, bool]], list[tuple[torch.Tensor, bool]]]:
+        """(module, in training mode) of every module, and (parameter, whether it trains) of every parameter."""
+        return (
+            [(module, module.training) for module in self._root.modules()],
+            [(parameter, parameter.requires_grad) for parameter in self._root.parameters()],
+        )
+
+    def restore(self, state: tuple[list[tuple[torch.nn.Module, bool]], list[tuple[torch.Tensor, bool]]]) -> None:
+        """Switch everything back."""
+        modules, parameters = state
+        for module, training in modules:
+            module.training = training
+        for parameter, trains in parameters:
+            parameter.requires_grad_(trains)
 
 
 @dataclass(frozen=True)
@@ -132,11 +150,13 @@ class MicroBatch:
         payload: What its training step was called with, by reference.
         rng: The generators right before it ran.
         contents: What the payload was made of then.
+        captured: The window's participants then.
     """
 
     payload: Any
     rng: RngState
     contents: Contents
+    captured: list[Any]
 
     @property
     def untouched(self) -> bool:
@@ -147,25 +167,29 @@ class MicroBatch:
 class Window:
     """The micro-batches of one update, and where the replay stands in them.
 
+    Participants are captured for each micro-batch, not only for the first: what hooks or a validation between two
+    micro-batches have changed is not run again, so a replay must find it as it was.
+
     Args:
-        participants: What to capture at the window's start and to set back on a rewind.
+        participants: What to capture before a micro-batch and to set back when it runs again.
     """
 
     def __init__(self, participants: list[Participant]) -> None:
         self._participants = participants
-        self._captured: list[Any] = []
         self._micro_batches: list[MicroBatch] = []
+        self._rewound = False
         self.position = 0
 
     def open(self) -> None:
-        """Begin a new update: forget the last one, capture the participants."""
+        """Begin a new update: forget the last one."""
         self._micro_batches = []
+        self._rewound = False
         self.position = 0
-        self._captured = [participant.capture() for participant in self._participants]
 
     def add(self, payload: Any) -> None:
         """Take in the micro-batch that is about to run."""
-        self._micro_batches.append(MicroBatch(payload, RngState.capture(), Contents.of(payload)))
+        captured = [participant.capture() for participant in self._participants]
+        self._micro_batches.append(MicroBatch(payload, RngState.capture(), Contents.of(payload), captured))
 
     def __len__(self) -> int:
         return len(self._micro_batches)
@@ -183,8 +207,21 @@ class Window:
                 return f"the training step changed its batch in place (micro-batch {index})"
         return ""
 
+    def begin(self) -> MicroBatch:
+        """The next pending micro-batch; if it runs again, with everything as it found it at first."""
+        micro_batch = self._micro_batches[self.position]
+        if self._rewound:
+            micro_batch.rng.restore()
+            for participant, state in zip(self._participants, micro_batch.captured, strict=True):
+                participant.restore(state)
+        return micro_batch
+
+    def finish(self) -> None:
+        """The micro-batch that began last has run."""
+        self.position += 1
+        self._rewound = self._rewound and bool(self.pending)
+
     def rewind(self) -> None:
-        """Set the participants back to the window's start; all micro-batches are to run again."""
-        for participant, state in zip(self._participants, self._captured, strict=True):
-            participant.restore(state)
+        """All micro-batches are to run again. Until then nothing is set back: a validation may be under way."""
         self.position = 0
+        self._rewound = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -179,14 +180,35 @@ def test_process_age_is_the_age_of_the_process() -> None:
     assert 0.5 <= age <= printed - spawned + 0.02
 
 
-def test_process_age_without_proc_counts_from_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "shell",
+    [
+        pytest.param(("sh", "-c", 'sleep 1; exec "$0" -c "$1"'), id="exec"),
+        pytest.param(("bash", "-c", 'sleep 1 && "$0" -c "$1"'), id="bash's last command"),
+    ],
+)
+def test_process_age_leaves_out_what_a_shell_did_before_its_exec(shell: tuple[str, ...]) -> None:
+    program = (
+        "import logging, time; time.sleep(0.5)\n"
+        "from lightning_accelpact.goodput.ledger import process_age\n"
+        "print(process_age(), time.monotonic())"
+    )
+    spawned = time.monotonic()
+    command = (*shell, sys.executable, program)
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    age, printed = map(float, output.stdout.split())
+    assert 0.5 <= age <= printed - spawned - 1.0
+
+
+def test_process_age_without_proc_counts_from_the_loading_of_logging(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoProc:
         def __init__(self, path: str) -> None:
             raise FileNotFoundError(path)
 
     monkeypatch.setattr(ledger_module, "Path", NoProc)
-    monkeypatch.setattr(ledger_module, "_IMPORTED", time.monotonic() - 42)
-    assert 42 <= process_age() < 102
+    before = logging.makeLogRecord({}).relativeCreated / 1e3
+    age = process_age()
+    assert before <= age <= logging.makeLogRecord({}).relativeCreated / 1e3
 
 
 def test_records_are_appended_one_to_a_line(tmp_path) -> None:

@@ -35,6 +35,7 @@ def record(rank: int = 0, world_size: int = 1, incidents: tuple[dict[str, Any], 
         "elapsed": sum(totals.values()),
         "totals": totals,
         "updates": 16,
+        "update_s": 0.5,
         "incidents": list(incidents),
     }
 
@@ -73,8 +74,6 @@ def test_the_typical_update_is_the_median() -> None:
         return summarize([{**record(rank, 3), "update_s": one} for rank, one in enumerate(seconds)]).update_s
 
     assert update_s(0.5, 9.0, 0.6) == 0.6
-    assert summarize([record(productive=6.0), record(1, productive=4.0)]).update_s == 5 / 16
-    assert summarize([{**record(), "updates": 0}]).update_s == 0
 
 
 def test_one_generation_is_one_incident() -> None:
@@ -132,12 +131,20 @@ def test_bad_records_are_refused() -> None:
         summarize([])
     with pytest.raises(ValueError, match="idling"):
         summarize([record(idling=1.0)])
+    with pytest.raises(KeyError, match="update_s"):
+        summarize([{name: value for name, value in record().items() if name != "update_s"}])
 
 
 def test_the_summary_is_plain_json() -> None:
     values = summarize([record(incidents=(incident(),))]).to_dict()
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     assert (values["goodput"], values["totals"]["productive"], values["incidents"][0]["frontier"]) == (0.8, 8.0, 4)
+
+
+def test_the_summary_is_read_back_whole() -> None:
+    records = [record(rank, 2, (incident(rank, source="exception", checkpoint=3),)) for rank in range(2)]
+    summary = summarize(records, restart_s=30)
+    assert GoodputSummary.from_dict(json.loads(json.dumps(summary.to_dict()))) == summary
 
 
 def test_every_class_with_time_has_a_row_and_no_other_has() -> None:

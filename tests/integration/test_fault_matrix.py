@@ -128,12 +128,18 @@ def test_ten_updates_in_a_row_with_a_fault_each(reference: Any) -> None:
 def test_the_action_follows_the_phase(reference: Any) -> None:
     expected = {
         "last-backward": {Action.REDO},
-        "vote": {Action.ROLL_FORWARD},
+        "vote": {Action.ROLL_FORWARD, Action.REDO},  # a peer may still be clipping
         "boundary": {Action.PRESERVE, Action.REDO},  # a peer may have begun the next update
     }
     for place, actions in expected.items():
         fault = Fault(kind=FaultKind.EXCEPTION, rank=3, **PLACES[place])
         assert {incident["action"] for incident in incidents(check([fault], reference))} <= actions
+
+
+def test_a_rank_whose_peers_have_stepped_rolls_forward(reference: Any) -> None:
+    fault = Fault(kind=FaultKind.EXCEPTION, rank=3, **PLACES["step"])
+    victim = check([fault], reference)[3]["incidents"]
+    assert [incident["verb"] for incident in victim] == [Action.ROLL_FORWARD.value]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)

@@ -19,7 +19,6 @@ from recovery.protocol import (
     OVER,
     PREPARED,
     STEPPING,
-    STOPPED,
     WAIT,
     Event,
     Protocol,
@@ -47,7 +46,7 @@ def test_three_ranks_two_updates_any_two_faults():
     print(seen)
     assert not seen.violation, seen
     # Floors, so that the exploration cannot shrink without anybody noticing
-    assert seen.states >= 170_000 and seen.events >= 550_000
+    assert seen.states >= 220_000 and seen.events >= 740_000
     assert set(seen.kinds) == {"main", "monitor", "deadline", *FAULTS}
     assert {("ended",) * 3, ("stopped",) * 3, *ENDS_OF_A_LOSS} <= set(seen.ends)
     assert set(protocol.decisions) == {(PRESERVE,) * 3, (ROLL_FORWARD,) * 3, (REDO,) * 3, (RESTART,) * 3}
@@ -56,11 +55,11 @@ def test_three_ranks_two_updates_any_two_faults():
 @pytest.mark.parametrize(
     ("configuration", "floor"),
     [
-        pytest.param({"faults": 0}, 81, id="no fault"),
-        pytest.param({"world": 2, "updates": 1, "faults": 3, "budget": 3}, 40_000, id="three faults"),
-        pytest.param({"world": 4, "updates": 1, "faults": 1}, 15_000, id="four ranks"),
-        pytest.param({"updates": 3, "faults": 1}, 12_000, id="three updates"),
-        pytest.param({"updates": 1, "budget": 1}, 25_000, id="more faults than budget"),
+        pytest.param({"faults": 0}, 99, id="no fault"),
+        pytest.param({"world": 2, "updates": 1, "faults": 3, "budget": 3}, 74_000, id="three faults"),
+        pytest.param({"world": 4, "updates": 1, "faults": 1}, 31_000, id="four ranks"),
+        pytest.param({"updates": 3, "faults": 1}, 15_000, id="three updates"),
+        pytest.param({"world": 2, "budget": 1}, 8_000, id="more faults than budget"),
     ],
 )
 def test_other_sizes(configuration: dict[str, int], floor: int):
@@ -86,7 +85,7 @@ class UnsynchronizedCollectives(Protocol):
     def backward(self, state: State, i: int) -> Iterator[Event]:
         yield from self.interruption(state, i)
         rank = state.ranks[i]
-        done = dict(at=CAST, phase=PREPARED, gradients=((rank.generation, rank.frontier),))
+        done = {"at": CAST, "phase": PREPARED, "gradients": ((rank.generation, rank.frontier),)}
         yield Event("main", i, "completes its gradients", move(state, i, **done))
 
 
@@ -94,37 +93,11 @@ def test_the_vote_does_not_lean_on_the_collectives():
     seen = explore(UnsynchronizedCollectives(faults=1))
     print(seen)
     assert not seen.violation, seen
-    assert seen.states >= 20_000
+    assert seen.states >= 28_000
 
 
-class ClosingVote(Protocol):
-    """Ranks at the last frontier vote once more and end only when all are there; until then they join every repair."""
-
-    def begin(self, state: State, i: int) -> Iterator[Event]:
-        rank = state.ranks[i]
-        if rank.frontier < self.updates:
-            yield from super().begin(state, i)
-        elif rank.heard > rank.target:
-            yield Event("main", i, "obeys the notice before it closes", self.enter(state, i))
-        else:
-            yield Event("main", i, "is done", move(state, i, at=CAST))
-
-    def obeyed(self, state: State, i: int, wish: str) -> tuple[str, State]:
-        text, after = super().obeyed(state, i, wish)
-        closed = state.ranks[i].frontier == self.updates and after.ranks[i].at == STEPPING
-        return text, over(move(after, i, phase=COMMITTED), i, ENDED) if closed else after
-
-    def finished(self, rank: Rank) -> bool:
-        return rank.at in OVER
-
-    def unfinished(self, state: State) -> str:
-        """Besides, nobody ends unless all do, but for ranks that are killed."""
-        places = {rank.at for rank in state.ranks}
-        return f"one end: {places}" if {ENDED, STOPPED} <= places else super().unfinished(state)
-
-
-class DisobeysItsVote(Protocol):
-    """After a fault a rank enters the repair as PREPARED, whatever stands in the register of its update's vote."""
+class RollsForwardLater(Protocol):
+    """As the product does it: after a fault a rank enters the repair as PREPARED, whatever its update's vote says."""
 
     def obey(self, state: State, i: int) -> Iterator[Event]:
         if state.ranks[i].frontier == self.updates:
@@ -133,24 +106,34 @@ class DisobeysItsVote(Protocol):
             yield Event("main", i, "does not look at the vote", self.enter(state, i))
 
 
-class DisobeysButCloses(DisobeysItsVote, ClosingVote):
-    """The same, with a closing vote, which is obeyed."""
-
-
-def test_a_closing_vote_makes_the_end_all_or_nothing():
-    seen = explore(ClosingVote(faults=1))
-    print(seen)
-    assert not seen.violation, seen
-    assert set(seen.ends) == {("ended",) * 3, ("stopped",) * 3, *ENDS_OF_A_LOSS}
-
-
-def test_with_a_closing_vote_decide_alone_keeps_disobedient_ranks_safe():
-    protocol = DisobeysButCloses(faults=1)
+@pytest.mark.parametrize(
+    ("configuration", "floor"),
+    [
+        pytest.param({"updates": 1}, 200_000, id="two faults"),
+        pytest.param({"faults": 1}, 17_000, id="two updates"),
+    ],
+)
+def test_a_passed_vote_may_be_carried_out_by_the_repair(configuration: dict[str, int], floor: int):
+    protocol = RollsForwardLater(**configuration)
     seen = explore(protocol)
     print(seen)
     assert not seen.violation, seen
-    # PREPARED one update behind a peer that has stepped: the second line of defence
-    assert {(PRESERVE, PRESERVE, ROLL_FORWARD), (REDO, REDO, ROLL_FORWARD)} <= set(protocol.decisions)
+    assert seen.states >= floor
+    # PREPARED one update behind a peer that has stepped: what decide() needs that row of its table for
+    assert (PRESERVE, PRESERVE, ROLL_FORWARD) in protocol.decisions
+
+
+class BelievesItself(Protocol):
+    """A rank that meets a fault in a repair goes on to the next one, whatever stands in the release's register."""
+
+    def abandon(self, state: State, i: int) -> Iterator[Event]:
+        yield Event("main", i, "does not look at the release", self.enter(state, i))
+
+
+def test_the_release_is_a_second_line_of_defence():
+    seen = explore(BelievesItself(world=2, updates=1))  # two faults, in the same repair or one after the other
+    print(seen)
+    assert not seen.violation, seen
 
 
 # -- broken variants: each must be caught, and by which promise
@@ -216,13 +199,6 @@ class SharesReportsBetweenRepairs(Protocol):
         return super().trimmed(rank, live, min(repair, 1), settled)
 
 
-class BelievesItself(Protocol):
-    """A rank that meets a fault in a repair goes on to the next one, whatever stands in the release's register."""
-
-    def abandon(self, state: State, i: int) -> Iterator[Event]:
-        yield Event("main", i, "does not look at the release", self.enter(state, i))
-
-
 class RollsIncompleteGradientsForward(Protocol):
     """The decision takes BACKWARD for PREPARED."""
 
@@ -233,15 +209,24 @@ class RollsIncompleteGradientsForward(Protocol):
         return decision
 
 
-class RepairsAfterTheEnd(Protocol):
-    """A rank with nothing left to do follows a notice all the same."""
+class LeavesAlone(Protocol):
+    """A rank ends as soon as it has applied all updates: there is no closing vote."""
 
     def begin(self, state: State, i: int) -> Iterator[Event]:
-        rank = state.ranks[i]
-        if rank.heard > rank.target:
-            yield Event("main", i, "obeys the notice", self.enter(state, i))
+        if state.ranks[i].frontier == self.updates:
+            yield Event("main", i, "ends", over(state, i, ENDED))
         else:
             yield from super().begin(state, i)
+
+
+class DisobeysItsClosingVote(Protocol):
+    """A rank that meets a fault in its closing vote repairs, whatever stands in the vote's register."""
+
+    def obey(self, state: State, i: int) -> Iterator[Event]:
+        if state.ranks[i].frontier == self.updates:
+            yield Event("main", i, "does not look at the closing vote", self.enter(state, i))
+        else:
+            yield from super().obey(state, i)
 
 
 class NeverLooksBeforeItWaits(Protocol):
@@ -283,9 +268,8 @@ class StopsSilently(Protocol):
         (SharesCountsBetweenGenerations, "prepared"),
         (SharesReportsBetweenRepairs, "recovery"),
         (RollsIncompleteGradientsForward, "exactly once"),
-        (DisobeysItsVote, "no idle wait"),
-        (BelievesItself, "no idle wait"),
-        (RepairsAfterTheEnd, "no idle wait"),
+        (LeavesAlone, "no idle wait"),
+        (DisobeysItsClosingVote, "no idle wait"),
         (NeverLooksBeforeItWaits, "no idle wait"),
         (SleepsThroughNotices, "no idle wait"),
         (StopsSilently, "no idle wait"),

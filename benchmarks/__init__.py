@@ -1,0 +1,1 @@
+"""Measurements of the product on real processes; see ``docs/benchmarks.md``."""

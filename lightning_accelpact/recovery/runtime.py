@@ -1,0 +1,297 @@
+"""Recovery of a hybrid-sharded training run on one rank, whatever framework drives it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_accelpact.recovery import c10d, fsdp2
+from lightning_accelpact.recovery.action import Action
+from lightning_accelpact.recovery.control import Endpoint, interface_address
+from lightning_accelpact.recovery.fault import Fault, FaultInjector, FaultPlan
+from lightning_accelpact.recovery.incident import Incident
+from lightning_accelpact.recovery.machine import RepairMachine
+from lightning_accelpact.recovery.operation import Operations
+from lightning_accelpact.recovery.options import HsdpShape, RecoveryOptions
+from lightning_accelpact.recovery.policy import FailStop, RepairPolicy
+from lightning_accelpact.recovery.progress import Progress
+from lightning_accelpact.recovery.session import Session
+from lightning_accelpact.recovery.subject import Fsdp2Subject
+from lightning_accelpact.recovery.update import UpdateRunner
+from lightning_accelpact.recovery.window import Window
+
+log = logging.getLogger("accelpact")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where this rank runs, as its launcher tells.
+
+    Args:
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        host: The launcher's rendezvous address.
+        port: And its port.
+        backend: Backend of the training groups, ``gloo`` or ``nccl``.
+        device_type: Type of the device that holds the model.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    backend: str
+    device_type: str
+
+
+class HsdpRuntime:
+    """Everything that recovery needs besides the framework's own loop: groups, mesh, repairs, operations, records.
+
+    The order of calls is :meth:`check`, :meth:`start`, :meth:`protect`, the updates, :meth:`finish`, :meth:`detach`.
+
+    Args:
+        options: What may be repaired, and how long it may take.
+        replicate: Size of a replication group, or ``"auto"``.
+        shard: Size of a sharding group, or ``"auto"``.
+        faults: Faults to inject; ``None`` for none.
+        span: Gives the context in which time of a named class (``guard``, ``group_repair``) is spent.
+        resume_with: Where the user passes a checkpoint to resume from, as in ``ckpt_path``.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: RecoveryOptions,
+        replicate: int | Literal["auto"] = "auto",
+        shard: int | Literal["auto"] = "auto",
+        faults: FaultPlan | None = None,
+        span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        resume_with: str,
+    ) -> None:
+        self.options = options
+        self._sizes = (replicate, shard)
+        self._plan = faults or FaultPlan()
+        self._span = span
+        self._resume_with = resume_with
+        self._root: torch.nn.Module | None = None
+        self._last_checkpoint: tuple[str, int] | None = None
+        self.subject = Fsdp2Subject()
+        self.shape: HsdpShape | None = None
+        self.session: Session | None = None
+        self.mesh: DeviceMesh | None = None
+        self.machine: RepairMachine | None = None
+        self.operations: Operations | None = None
+
+    # -- what others read
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """This rank's incidents of the current or last run."""
+        return self.machine.incidents if self.machine else []
+
+    @property
+    def committed_updates(self) -> int:
+        """The committed frontier: updates applied in this run."""
+        return self.machine.progress.frontier if self.machine else 0
+
+    @property
+    def pending_faults(self) -> list[Fault]:
+        """This rank's injected faults that have not struck in the current or last run."""
+        return self.machine.faults.pending if self.machine else []
+
+    def gather_json(self, message: Any) -> list[Any]:
+        """Collect one JSON value per rank on every rank, over the control plane; a collective call."""
+        return self.operations.gather_json(message)
+
+    # -- set-up
+
+    def check(self, *, num_nodes: int, devices_per_node: int) -> HsdpShape:
+        """Check the options against the world; nothing is started.
+
+        Raises:
+            ValueError: names the value, what is allowed and what to do.
+        """
+        self.shape = HsdpShape.resolve(*self._sizes, num_nodes=num_nodes, devices_per_node=devices_per_node)
+        self._plan.validate(self.shape.replicate * self.shape.shard)
+        if self.options.control_interface is not None:
+            interface_address(self.options.control_interface)
+        return self.shape
+
+    def start(self, place: Place, *, redo: bool = True) -> None:
+        """Begin a run: control plane, default process group, repair machine, device mesh.
+
+        Args:
+            place: Where this rank runs.
+            redo: Whether the framework's loop can run an update again.
+        """
+        self._last_checkpoint = None
+        self.session = self._open_session(place)
+        self.machine = self._make_machine(place, redo)
+        self.operations = Operations(self.machine)
+        self.session.attach(self.machine)
+        self.mesh = self.session.mesh(place.device_type, (self.shape.replicate, self.shape.shard))
+
+    def _open_session(self, place: Place) -> Session:
+        timeout = self.options.seconds("collective_timeout")
+        endpoint = Endpoint.from_environment(
+            host=place.host,
+            port=place.port,
+            rank=place.rank,
+            interface=self.options.control_interface,
+            deadline=timeout,
+        )
+        return Session.open(
+            endpoint=endpoint,
+            rank=place.rank,
+            world_size=place.world_size,
+            backend=place.backend,
+            collective_timeout=timeout,
+            rebuild_timeout=self.options.seconds("rebuild_timeout"),
+        )
+
+    def _make_machine(self, place: Place, redo: bool) -> RepairMachine:
+        communicators = self.session.communicators
+        progress = Progress(rank=place.rank, run=self.session.next_run())
+        return RepairMachine(
+            control=self.session.control,
+            communicators=communicators,
+            progress=progress,
+            subject=self.subject,
+            policy=RepairPolicy(
+                repair_budget=self.options.repair_budget,
+                max_repairs_per_update=self.options.max_repairs_per_update,
+                allowed=[action for action in self.options.allowed if redo or action is not Action.REDO],
+            ),
+            faults=FaultInjector(self._plan, progress=progress, cut=communicators.links.cut, clock=time.time),
+            resume_hint=self._resume_hint,
+            span=self._span,
+        )
+
+    def protect(self, root: torch.nn.Module) -> None:
+        """Reset and rebind this model in a repair.
+
+        Args:
+            root: Holds everything that is sharded; may still have to be.
+        """
+        self._root = root
+        self.subject.attach(root, self.session.meshes)
+
+    def broadcast_weights(self, module: torch.nn.Module) -> None:
+        """Start all ranks from rank 0's weights: each may have initialized its own. For a module not sharded yet."""
+        tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_meta]
+        self.operations.run(lambda: [_broadcast(tensor, 0, dist.group.WORLD) for tensor in tensors])
+
+    def align_replicas(self, module: torch.nn.Module) -> None:
+        """Start all replicas from the first one's shards: a model built on the meta device initializes on each rank."""
+        source = dist.get_process_group_ranks(self._replicas)[0]
+        shards = [parameter.to_local().detach() for parameter in fsdp2.sharded_parameters(module)]
+        self.operations.run(lambda: [_broadcast(shard, source, self._replicas) for shard in shards])
+
+    @property
+    def _replicas(self) -> dist.ProcessGroup:
+        """This rank's replication group; never kept, since a repair replaces it."""
+        return self.mesh.get_group("replicate")
+
+    def guard_updates(self, window: Window) -> None:
+        """The updates begin: what they change is captured in ``window``, and injected faults may strike in them."""
+        self.subject.window = window
+        self.subject.inject(self.machine.faults)
+
+    def update_runner(self, window: Window, drop_gradients: Callable[[], None]) -> UpdateRunner:
+        """Runs updates that are given as functions.
+
+        Args:
+            window: Captures what an update changes besides gradients.
+            drop_gradients: Clears every gradient; see :meth:`drop_gradients`.
+        """
+        return UpdateRunner(
+            self.machine,
+            window,
+            drop_gradients=drop_gradients,
+            holds_gradients=lambda: fsdp2.holds_gradients(self._root),
+        )
+
+    # -- during a run
+
+    def drop_gradients(self, optimizers: Iterable[Optimizer]) -> None:
+        """Clear every gradient of an aborted update, also those that FSDP accumulates unsharded."""
+        fsdp2.drop_unsharded_gradients(self._root)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def run_step(self, step: Callable[[], T], window: Window) -> T:
+        """Run a step outside an update, such as a validation step; again, from the same state, if a fault strikes.
+
+        Args:
+            step: Does it; the same number of times on every rank.
+            window: Captures what it may change.
+        """
+        window.open()
+        window.add(None)
+
+        def rewind() -> None:
+            window.rewind()
+            window.begin()
+
+        return self.operations.run(step, rewind=rewind)
+
+    def stop_on_fault(self, error: BaseException, where: str) -> None:
+        """Fail-stop every rank if ``error`` is a communication fault, which came where nothing can be run again.
+
+        Args:
+            error: What was raised.
+            where: Says where, as in ``inside an update``.
+        """
+        if self.machine is not None and self.machine.recovers(error):
+            self.machine.stop_all(f"a fault {where}: {error}")
+
+    def checkpoint_written(self, path: Any) -> None:
+        """Remember the newest checkpoint, for the message of a fail-stop."""
+        self._last_checkpoint = (str(path), self.committed_updates)
+
+    def _resume_hint(self) -> str:
+        if self._last_checkpoint is None:
+            return "this run has written no checkpoint; start again from its first update or an earlier checkpoint"
+        path, update = self._last_checkpoint
+        age = self.committed_updates - update
+        return f"resume from {path} ({self._resume_with}), which replays {age} updates"
+
+    # -- its end
+
+    def finish(self) -> None:
+        """Leave together: a rank that had left already could not take part in the repair of the last update."""
+        self.operations.run(lambda: None)
+        for fault in self.pending_faults:
+            log.warning("the injected fault %s has never struck", fault)
+
+    def stop_peers(self, error: BaseException) -> None:
+        """An error that is no communication fault ends the run on every rank, instead of leaving peers waiting."""
+        if self.machine is not None and not isinstance(error, FailStop):
+            self.machine.tell_stop(f"{type(error).__name__}: {error}")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank has ended the run before its time."""
+        return self.machine is not None and self.machine.stopped
+
+    def detach(self) -> None:
+        """The run is over; the communicators stay for a next one in this process."""
+        if self.session is not None:
+            self.session.attach(None)
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Broadcast a tensor in place, over a device of the group where the tensor is on another."""
+    sent = tensor.to(c10d.device_of(group))
+    dist.broadcast(sent, src=source, group=group)
+    tensor.copy_(sent)
