@@ -20,11 +20,14 @@ import torch.distributed as dist
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from rich.console import Console
 from rich.table import Table
+from torch.distributed import _functional_collectives
 
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
 
-_PLAIN_WAIT = dist.Work.wait  # before the strategy makes it interruptible
+# Waits for a collective, which the strategy makes interruptible when it starts
+_WAITS = ((dist.Work, "wait"), (_functional_collectives, "wait_tensor"))
+_PLAIN_WAITS = [getattr(holder, name) for holder, name in _WAITS]
 _UPDATE_LENGTHS = {"share_50ms": 50.0, "share_1s": 1000.0, "share_220s": 220_000.0}
 
 
@@ -61,7 +64,7 @@ class Alternation(pl.Callback):
     """Switches this rank between guarded and plain updates, and reads the clocks in between.
 
     Plain is Lightning's own optimization loop in the place of the one with a window, no commit vote, and torch's own
-    wait for a collective. What the strategy does once per run, such as its sleeping monitor thread, stays.
+    waits for a collective. What the strategy does once per run, such as its sleeping monitor thread, stays.
 
     Args:
         blocks: When to switch.
@@ -77,7 +80,7 @@ class Alternation(pl.Callback):
         plain = _AutomaticOptimization(trainer)
         plain.optim_progress = windowed.optim_progress
         self._loops = {True: windowed, False: plain}
-        self._waits = {True: dist.Work.wait, False: _PLAIN_WAIT}
+        self._waits = {True: [getattr(holder, name) for holder, name in _WAITS], False: _PLAIN_WAITS}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Between two updates."""
@@ -88,7 +91,8 @@ class Alternation(pl.Callback):
         guarded = self._blocks.guarded(block)
         trainer.fit_loop.epoch_loop.automatic_optimization = self._loops[guarded]
         trainer.strategy.machine.guarding = guarded
-        dist.Work.wait = self._waits[guarded]
+        for (holder, name), wait in zip(_WAITS, self._waits[guarded], strict=True):
+            setattr(holder, name, wait)
 
 
 def train(workload: Workload, blocks: Blocks) -> list[tuple[float, float]]:

@@ -49,9 +49,36 @@ def _is_module_class(value: object) -> bool:
 
 
 def shard(root: torch.nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> int:
-    """Apply ``fully_shard`` to the policy's blocks and to the root; returns the number of blocks."""
+    """Apply ``fully_shard`` to the policy's blocks and to the root; returns the number of blocks.
+
+    A LightningModule with manual optimization is no unit itself, but each of its children is: its ``training_step`` may
+    go forward and backward several times, and a root is gathered once, when the step begins.
+
+    Raises:
+        ValueError: if such a module has parameters outside of its children.
+    """
     blocks = list(policy.blocks(root))
     for block in blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(root, mesh=mesh)
+    for unit in [root] if getattr(root, "automatic_optimization", True) else _children(root, root):
+        if unit not in blocks:
+            fully_shard(unit, mesh=mesh)
     return len(blocks)
+
+
+_WITHOUT_FORWARD = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+
+
+def _children(module: torch.nn.Module, root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The outermost modules with parameters and a forward below a module that has none, or whose forward is not used."""
+    if own := [name for name, _ in module.named_parameters(recurse=False)]:
+        raise ValueError(
+            f"{type(root).__name__} has automatic_optimization=False and keeps the parameters {own} in a"
+            f" {type(module).__name__} that is not called: put them into a module whose forward() uses them, or apply"
+            " fully_shard() in configure_model()"
+        )
+    for child in module.children():
+        if isinstance(child, _WITHOUT_FORWARD):
+            yield from _children(child, root)
+        elif any(True for _ in child.parameters()):
+            yield child

@@ -106,10 +106,11 @@ def _main(job: Callable[..., Any], args: tuple, env: dict[str, str], output: str
     faulthandler.dump_traceback_later(float(env["TEST_DUMP_AFTER"]), exit=False)  # says where a slow rank stands
     try:
         outbox.send((job(*args), ""))
-        session.close()
     except BaseException as error:  # reported to the parent, and passed on as the exit code
         outbox.send((None, traceback.format_exc()))
         sys.exit(error.code if isinstance(error, SystemExit) else 1)
+    finally:
+        session.close()  # atexit does not run in a forked child
 
 
 def values(results: list[RankResult]) -> list[Any]:

@@ -6,13 +6,14 @@ when one of the attributes moves.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 CHECKED_TORCH = ("2.13",)
@@ -150,6 +151,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 _native_wait = dist.Work.wait
+_native_wait_tensor = _functional_collectives.wait_tensor
 _NO_TIMEOUT = timedelta(0)
 _SLICE = timedelta(milliseconds=25)
 
@@ -159,8 +161,9 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
 
     A Gloo pair that goes down wakes its queued receives, but not a send that has left the queue and not been written
     (``Pair::signalException`` looks at bound buffers only): that collective would wait for its whole timeout. So the
-    wait is cut into slices, and given up between two of them. For host-synchronous backends only: on NCCL a wait with
-    a timeout blocks the host.
+    wait is cut into slices, and given up between two of them. A functional collective, which DTensor uses and so the
+    clipping of its norm, gives no work to wait for in slices: a thread waits for it instead. For host-synchronous
+    backends only: on NCCL a wait with a timeout blocks the host.
 
     Args:
         interrupted: Whether the links are down.
@@ -174,10 +177,53 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
                 if work.is_completed():
                     return _native_wait(work)
                 if interrupted():
-                    raise dist.DistBackendError("the collective was interrupted: its links are down") from None
+                    raise dist.DistBackendError(_INTERRUPTED) from None
         return _native_wait(work, timeout)
 
+    def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return _native_wait_tensor(tensor)
+        waiting = _Waiting(tensor)
+        while not waiting.ended.wait(_SLICE.total_seconds()):
+            if interrupted():
+                raise dist.DistBackendError(_INTERRUPTED)
+        return waiting.result()
+
     dist.Work.wait = wait
+    _functional_collectives.wait_tensor = wait_tensor
+
+
+_INTERRUPTED = "the collective was interrupted: its links are down"
+
+
+class _Waiting:
+    """Waits for a functional collective in a thread of its own, which outlives it if the wait is given up.
+
+    Args:
+        tensor: What it will have written.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._error: RuntimeError | None = None
+        self.ended = threading.Event()
+        threading.Thread(
+            target=self._run, args=(torch.is_grad_enabled(),), name="accelpact-wait", daemon=True
+        ).start()
+
+    def _run(self, grad: bool) -> None:
+        try:
+            with torch.set_grad_enabled(grad):
+                self._tensor = _native_wait_tensor(self._tensor)
+        except RuntimeError as error:
+            self._error = error
+        self.ended.set()
+
+    def result(self) -> torch.Tensor:
+        """What the collective has written; raises its error if it failed."""
+        if self._error is not None:
+            raise self._error
+        return self._tensor
 
 
 def mesh_registries(mesh: DeviceMesh) -> list[dict[str, dist.ProcessGroup]]:

@@ -17,6 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -259,13 +260,18 @@ class ControlPlane:
         self._call(lambda: self.store.set(_wake_key(generation, self.rank), ""))
 
     def close(self, patience: timedelta) -> None:
-        """Leave in good order; the rank that serves the store waits for the others, so that none loses it early."""
-        self.store.add("closed", 1)
-        limit = time.monotonic() + patience.total_seconds()
-        while self._server is not None and self.store.add("closed", 0) < self.world_size:
-            if time.monotonic() > limit:
-                break
-            time.sleep(0.01)
+        """Leave in good order; the rank that serves the store waits for the others, so that none loses it early.
+
+        Args:
+            patience: How long it waits at the most. Whoever comes later finds no store, and has nothing to leave.
+        """
+        with suppress(dist.DistError):
+            self.store.add("closed", 1)
+            limit = time.monotonic() + patience.total_seconds()
+            while self._server is not None and self.store.add("closed", 0) < self.world_size:
+                if time.monotonic() > limit:
+                    break
+                time.sleep(0.01)
         self._server = None
 
     @staticmethod
@@ -352,7 +358,8 @@ class Monitor:
     def close(self) -> None:
         """End the thread: a notice to oneself wakes it."""
         self._closing = True
-        self._control.notify_self(self.noticed + 1)
+        with suppress(ControlLost):  # then the thread has ended by itself
+            self._control.notify_self(self.noticed + 1)
         self._thread.join(1.0)
 
     def _run(self) -> None:

@@ -20,7 +20,7 @@ class Inbox:
         self.control_lost = ""
 
     def take(self, notice: Notice, store: dist.Store) -> None:
-        """A notice has come: end what the main thread waits for, if that belongs to an older repair.
+        """A notice has come: end what the main thread waits for, if that belongs to an older repair, or all is to stop.
 
         Args:
             notice: The notice.
@@ -29,7 +29,8 @@ class Inbox:
         self.latest = notice
         self.stop = notice if notice.stop else self.stop
         waiting = self._waiting
-        if waiting is not None and waiting[0] < notice.generation:
+        # Whoever stops has not answered in a repair of the same generation, and never will
+        if waiting is not None and (notice.stop or waiting[0] < notice.generation):
             waiting[1](store)
 
     @property
@@ -46,11 +47,11 @@ class Inbox:
             end: Settles what is waited for, on the monitor's store.
 
         Raises:
-            Superseded: if a newer repair has been called already.
+            Superseded: if a newer repair, or the end of the run, has been called already.
         """
         self._waiting = (generation, end)  # before the look at the latest notice, so that none slips between
         try:
-            if self.generation > generation:
+            if self.generation > generation or self.stop is not None:
                 raise Superseded(f"rank {self.latest.rank} called repair {self.latest.generation}")
             yield
         finally:

@@ -34,6 +34,8 @@ TOUCHED: dict[str, tuple[Any, list[str]]] = {
     "distributed_c10d.BackendConfig": (distributed_c10d.BackendConfig, ["get_device_backend_map"]),
     "ProcessGroup": (dist.ProcessGroup, ["_device_types", "_get_backend", "group_desc", "group_name"]),
     "Work": (dist.Work, ["wait", "is_completed"]),
+    "torch.distributed": (torch.distributed, ["_functional_collectives"]),
+    "torch.distributed._functional_collectives": (torch.distributed._functional_collectives, ["wait_tensor"]),
     "DeviceMesh": (DeviceMesh, ["_get_root_mesh"]),
     "torch._C": (torch._C, ["_distributed_c10d"]),
     "torch._C._distributed_c10d": (torch._C._distributed_c10d, ["ErrorType"]),

@@ -383,6 +383,20 @@ def test_it_does_not_wait_for_a_rank_that_is_gone(planes: MakePlanes) -> None:
     assert world[0]._server is None
 
 
+def test_whoever_leaves_after_the_store_is_gone_leaves_quietly(
+    planes: MakePlanes, ears: MakeEars, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world = planes()
+    late = ears(world)[2]
+    world[0].close(SHORT)
+    until(lambda: late.lost)
+    for _ in range(2):  # the first write to a connection that the other end has closed may succeed
+        late.monitor.close()
+        world[2].close(LONG)
+    assert not late.monitor._thread.is_alive()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 # -- the store for making groups
 
 

@@ -1,0 +1,93 @@
+"""What the ranks of a test do: a fit in which one of them is told by its supervisor to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from jobs import Regressor
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+from lightning_accelpact.recovery.digest import state_digest
+from lightning_accelpact.recovery.fault import Fault, FaultPlan
+from lightning_accelpact.strategy import ResilientHSDPStrategy
+
+
+class Terminated(pl.Callback):
+    """Sends SIGTERM to this process, once.
+
+    Args:
+        rank: Which rank gets it; ``None`` for all.
+        batch: In which micro-batch.
+        hook: In which of its hooks.
+    """
+
+    def __init__(self, rank: int | None, batch: int, hook: str) -> None:
+        self.sent_at = 0.0
+        here = rank is None or rank == int(os.environ["RANK"])
+        setattr(self, hook, lambda *args, **_: self._send() if here and args[-1] == batch else None)
+
+    def _send(self) -> None:
+        self.sent_at = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Validated(Regressor):
+    """Also validates."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.forward(batch[0]).mean(), sync_dist=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+
+def fit(
+    rank: int | None, batch: int, hook: str, faults: list[Fault] | None = None, accumulate: int = 2
+) -> dict[str, Any]:
+    """Train until the signal ends it; says where this rank stood then, and how long it took."""
+    pl.seed_everything(11, workers=True, verbose=False)
+    module = Validated()
+    strategy = ResilientHSDPStrategy(
+        faults=FaultPlan(faults or ()), goodput=False, collective_timeout=30.0, repair_budget=60.0
+    )
+    terminated = Terminated(rank, batch, hook)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, max_epochs=1, logger=False,
+        accumulate_grad_batches=accumulate, limit_train_batches=12, limit_val_batches=3, val_check_interval=6,
+        num_sanity_val_steps=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[terminated],
+    )  # fmt: skip
+    begun = time.monotonic()
+    ended = ""
+    try:
+        trainer.fit(module)
+    except SIGTERMException as end:
+        ended = f"SIGTERMException {end.code}"
+    return {
+        "ended": ended,
+        "updates": strategy.committed_updates,
+        "digest": state_digest(module, trainer.optimizers),
+        "seconds": time.monotonic() - (terminated.sent_at or begun),
+        "incidents": [incident.to_dict() for incident in strategy.incidents],
+    }
+
+
+def fit_with(options: dict[str, Any]) -> dict[str, Any]:
+    """:func:`fit` with its options in one dictionary."""
+    return fit(**options)
+
+
+def fit_to_the_end_of_the_process(options: dict[str, Any]) -> None:
+    """Like a user's script: the exception ends the process."""
+    pl.seed_everything(11, workers=True, verbose=False)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=ResilientHSDPStrategy(goodput=False),
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, limit_train_batches=12,
+        callbacks=[Terminated(**options)],
+    )  # fmt: skip
+    trainer.fit(Regressor())
