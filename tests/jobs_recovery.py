@@ -143,6 +143,33 @@ def late_peer() -> dict[str, Any]:
     return {name: _described(value) for name, value in facts.items()}
 
 
+def late_peer_without_slices() -> dict[str, Any]:
+    """The same where a wait cannot be cut into slices: a receive, and Gloo's reduce-scatter."""
+    rank, size = rank_and_size()
+    store = meeting_store()
+    c10d.create_group(world_spec(size), rank=rank, store=dist.PrefixStore("0", store), timeout=LONG)
+    down = threading.Event()
+    c10d.make_waits_interruptible(down.is_set)
+    received = torch.zeros(1)
+    if rank:
+        time.sleep(0.2)
+        dist.send(torch.ones(1), dst=0)
+        time.sleep(0.2)
+    else:
+        dist.recv(received, src=1)
+    facts: dict[str, Any] = {"received": received.item(), "scattered": _scattered()}
+    if rank == 0:
+        threading.Timer(0.25, down.set).start()
+    facts["interrupted"] = absent(store, "interrupted", lambda: error_of(_scattered))
+    return {name: _described(value) for name, value in facts.items()}
+
+
+def _scattered() -> list[float]:
+    part = torch.zeros(2)
+    dist.reduce_scatter_single(part, torch.arange(4.0))
+    return part.tolist()
+
+
 def _barrier_for_a_moment() -> None:
     dist.barrier(async_op=True).wait(timedelta(milliseconds=50))
 
@@ -269,9 +296,9 @@ def _reset_before_the_first_forward(mesh: DeviceMesh, expected: list[torch.Tenso
 def _reset_after_an_abort(mesh: DeviceMesh, expected: list[torch.Tensor], backward: bool) -> dict[str, Any]:
     net = sharded(mesh)
     facts: dict[str, Any] = {"aborted": aborted(net, backward=backward)}
-    facts["busy"] = {state._training_state.name for state in fsdp2.states(net)} != {"IDLE"}
+    facts["busy"] = {state._training_state.name for state in fsdp2.states(net.modules())} != {"IDLE"}
     fsdp2.reset_iteration(net)
-    facts["idle"] = {state._training_state.name for state in fsdp2.states(net)} == {"IDLE"}
+    facts["idle"] = {state._training_state.name for state in fsdp2.states(net.modules())} == {"IDLE"}
     fsdp2.drop_unsharded_gradients(net)
     net.zero_grad(set_to_none=True)
     accumulate(net, [0, 1])
@@ -302,13 +329,13 @@ def _sync(mesh: DeviceMesh) -> list[bool]:
 
 
 def _places(net: Net) -> dict[str, Any]:
-    holders = list(fsdp2.group_holders(net))
+    holders = list(fsdp2.group_holders(net.modules()))
     return {
-        "states": len(list(fsdp2.states(net))),
+        "states": len(list(fsdp2.states(net.modules()))),
         "param_groups": len(list(fsdp2.param_groups(net))),
         "wrapped": len(fsdp2.wrapped_modules(net)),
         "parameters": len(fsdp2.sharded_parameters(net)),
-        "meshes": len(fsdp2.meshes(net)),
+        "meshes": len(fsdp2.meshes(net.modules())),
         "keys": sorted({key for _, key in holders}),
         "holders": len(holders),
         "references": len(list(references(net))),
@@ -348,7 +375,7 @@ def _recorded(events: list[str]) -> Iterator[None]:
 
 def _attributes(net: Net) -> dict[str, list[str]]:
     """The attribute names of each kind of object that the adapter looks into."""
-    state = next(iter(fsdp2.states(net)))
+    state = next(iter(fsdp2.states(net.modules())))
     group = next(iter(state._fsdp_param_groups))
     kinds = {
         "FSDPModule": net, "FSDPState": state, "FSDPParamGroup": group, "FSDPParam": group.fsdp_params[0],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_accelpact import GoodputCallback, ResilientHSDPStrategy
+from lightning_accelpact import FabricHSDPStrategy, GoodputCallback, GoodputOptions, ResilientHSDPStrategy
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \|", re.MULTILINE)
@@ -23,7 +23,7 @@ def documented(heading: str) -> dict[str, str]:
     return dict(ROW.findall(section))
 
 
-@pytest.mark.parametrize("public", [ResilientHSDPStrategy, GoodputCallback])
+@pytest.mark.parametrize("public", [ResilientHSDPStrategy, FabricHSDPStrategy, GoodputCallback, GoodputOptions])
 def test_options_page_is_complete(public: type) -> None:
     parameters = inspect.signature(public).parameters.values()
     expected: dict[str, Any] = {parameter.name: repr(parameter.default).replace("'", '"') for parameter in parameters}

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,16 +162,21 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
 
     A Gloo pair that goes down wakes its queued receives, but not a send that has left the queue and not been written
     (``Pair::signalException`` looks at bound buffers only): that collective would wait for its whole timeout. So the
-    wait is cut into slices, and given up between two of them. A functional collective, which DTensor uses and so the
-    clipping of its norm, gives no work to wait for in slices: a thread waits for it instead. For host-synchronous
-    backends only: on NCCL a wait with a timeout blocks the host.
+    wait is cut into slices, and given up between two of them. Where that cannot be done a thread waits instead: a
+    functional collective, which DTensor uses and so the clipping of its norm, gives no work to wait for; Gloo's
+    reduce-scatter takes no notice of a timeout; and a send or receive whose timeout passes closes the pair. For
+    host-synchronous backends only: on NCCL a wait with a timeout blocks the host.
 
     Args:
         interrupted: Whether the links are down.
     """
 
     def wait(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        while timeout == _NO_TIMEOUT:
+        if timeout != _NO_TIMEOUT:
+            return _native_wait(work, timeout)
+        if work._get_op_type() in _INDIVISIBLE:
+            return _Waiting(lambda: _native_wait(work)).result(interrupted)
+        while True:
             try:
                 return _native_wait(work, _SLICE)
             except RuntimeError:
@@ -178,52 +184,53 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
                     return _native_wait(work)
                 if interrupted():
                     raise dist.DistBackendError(_INTERRUPTED) from None
-        return _native_wait(work, timeout)
 
     def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return _native_wait_tensor(tensor)
-        waiting = _Waiting(tensor)
-        while not waiting.ended.wait(_SLICE.total_seconds()):
-            if interrupted():
-                raise dist.DistBackendError(_INTERRUPTED)
-        return waiting.result()
+        return _Waiting(lambda: _native_wait_tensor(tensor)).result(interrupted)
 
     dist.Work.wait = wait
     _functional_collectives.wait_tensor = wait_tensor
 
 
+_OpType = torch._C._distributed_c10d.OpType
+_INDIVISIBLE = {int(kind) for kind in (_OpType.SEND, _OpType.RECV, _OpType.RECVANYSOURCE, _OpType.UNKNOWN)}
 _INTERRUPTED = "the collective was interrupted: its links are down"
 
 
 class _Waiting:
-    """Waits for a functional collective in a thread of its own, which outlives it if the wait is given up.
+    """Waits in a thread of its own, which outlives it if the wait is given up.
 
     Args:
-        tensor: What it will have written.
+        wait: Waits, under this thread's gradient and inference mode.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self._wait = wait
+        self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        self._result: Any = None
         self._error: RuntimeError | None = None
-        self.ended = threading.Event()
-        threading.Thread(
-            target=self._run, args=(torch.is_grad_enabled(),), name="accelpact-wait", daemon=True
-        ).start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="accelpact-wait", daemon=True).start()
 
-    def _run(self, grad: bool) -> None:
+    def _run(self) -> None:
+        grad, inference = self._modes
         try:
-            with torch.set_grad_enabled(grad):
-                self._tensor = _native_wait_tensor(self._tensor)
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                self._result = self._wait()
         except RuntimeError as error:
             self._error = error
-        self.ended.set()
+        self._ended.set()
 
-    def result(self) -> torch.Tensor:
-        """What the collective has written; raises its error if it failed."""
+    def result(self, interrupted: Callable[[], bool]) -> Any:
+        """What the wait has returned; raises its error if it failed."""
+        while not self._ended.wait(_SLICE.total_seconds()):
+            if interrupted():
+                raise dist.DistBackendError(_INTERRUPTED)
         if self._error is not None:
             raise self._error
-        return self._tensor
+        return self._result
 
 
 def mesh_registries(mesh: DeviceMesh) -> list[dict[str, dist.ProcessGroup]]:

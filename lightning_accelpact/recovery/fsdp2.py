@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,23 @@ CHECKED_TORCH = ("2.13",)
 GROUP_ATTRIBUTES = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
 
 
-def states(root: torch.nn.Module) -> Iterator[Any]:
-    """The FSDP state of every wrapped module below ``root``, each once."""
+def walk(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Every module below ``root``, each once, outermost first: ``root.modules()`` without making their names, which is
+    most of its cost and would be most of a rebinding's."""
     seen: set[int] = set()
-    for module in root.modules():
+    stack = [root]
+    while stack:
+        module = stack.pop()
+        if module is not None and id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            stack.extend(reversed(module._modules.values()))
+
+
+def states(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    """The FSDP state of every wrapped module among these, each once."""
+    seen: set[int] = set()
+    for module in modules:
         if isinstance(module, FSDPModule) and id(state := module._get_fsdp_state()) not in seen:
             seen.add(id(state))
             yield state
@@ -31,13 +44,17 @@ def states(root: torch.nn.Module) -> Iterator[Any]:
 
 def param_groups(root: torch.nn.Module) -> Iterator[Any]:
     """Every FSDP parameter group below ``root``; a wrapped module without parameters of its own has none."""
-    for state in states(root):
+    yield from _param_groups(walk(root))
+
+
+def _param_groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    for state in states(modules):
         yield from state._fsdp_param_groups
 
 
 def wrapped_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that FSDP wraps, outermost first."""
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+    return [module for module in walk(root) if isinstance(module, FSDPModule)]
 
 
 def reset_iteration(root: torch.nn.Module) -> None:
@@ -105,10 +122,10 @@ def sharded_parameters(root: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter for parameter in root.parameters() if isinstance(parameter, DTensor)]
 
 
-def meshes(root: torch.nn.Module) -> list[DeviceMesh]:
-    """Every device mesh that FSDP or a sharded parameter names, each once."""
+def meshes(modules: Iterable[torch.nn.Module]) -> list[DeviceMesh]:
+    """Every device mesh that these modules' FSDP states or sharded parameters name, each once."""
     found: dict[int, DeviceMesh] = {}
-    for group in param_groups(root):
+    for group in _param_groups(modules):
         for info in _mesh_infos(group):
             found[id(info.mesh)] = info.mesh
             if info.spmd_mesh is not None:
@@ -119,10 +136,10 @@ def meshes(root: torch.nn.Module) -> list[DeviceMesh]:
     return list(found.values())
 
 
-def group_holders(root: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every place in FSDP that names a process group, as (attribute dictionary, key)."""
+def group_holders(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every place in these modules' FSDP states that names a process group, as (attribute dictionary, key)."""
     seen: set[int] = set()
-    for group in param_groups(root):
+    for group in _param_groups(modules):
         for info in _mesh_infos(group):
             if id(info) not in seen:
                 seen.add(id(info))

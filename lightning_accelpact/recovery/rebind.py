@@ -45,16 +45,18 @@ class Reference:
 
 def references(root: torch.nn.Module, extra_meshes: Iterable[DeviceMesh] = ()) -> Iterator[Reference]:
     """Every reference to a process group in FSDP2's state, in the device meshes and in the modules' own attributes."""
-    for holder, key in fsdp2.group_holders(root):
+    modules = list(fsdp2.walk(root))
+    for holder, key in fsdp2.group_holders(modules):
         yield Reference(holder, key)
     registries: dict[int, dict[str, dist.ProcessGroup]] = {}
-    for mesh in [*fsdp2.meshes(root), *extra_meshes]:
+    for mesh in [*fsdp2.meshes(modules), *extra_meshes]:
         registries.update({id(registry): registry for registry in c10d.mesh_registries(mesh)})
     for registry in registries.values():
         yield from (Reference(registry, name) for name in registry)
-    for module in root.modules():
+    for module in modules:
         attributes = vars(module)
-        yield from (Reference(attributes, key) for key, value in attributes.items() if type(value) is dist.ProcessGroup)
+        for key in [key for key, value in attributes.items() if value.__class__ is dist.ProcessGroup]:
+            yield Reference(attributes, key)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,12 +33,12 @@ TOUCHED: dict[str, tuple[Any, list[str]]] = {
     ),
     "distributed_c10d.BackendConfig": (distributed_c10d.BackendConfig, ["get_device_backend_map"]),
     "ProcessGroup": (dist.ProcessGroup, ["_device_types", "_get_backend", "group_desc", "group_name"]),
-    "Work": (dist.Work, ["wait", "is_completed"]),
+    "Work": (dist.Work, ["wait", "is_completed", "_get_op_type"]),
     "torch.distributed": (torch.distributed, ["_functional_collectives"]),
     "torch.distributed._functional_collectives": (torch.distributed._functional_collectives, ["wait_tensor"]),
     "DeviceMesh": (DeviceMesh, ["_get_root_mesh"]),
     "torch._C": (torch._C, ["_distributed_c10d"]),
-    "torch._C._distributed_c10d": (torch._C._distributed_c10d, ["ErrorType"]),
+    "torch._C._distributed_c10d": (torch._C._distributed_c10d, ["ErrorType", "OpType"]),
     "torch": (torch, ["_C"]),
 }  # fmt: skip
 ON_INSTANCES = {"_pg_registry"}
@@ -150,3 +150,9 @@ def test_a_wait_that_gloo_has_forgotten_to_wake_is_given_up(waits: dict[str, Any
 def test_a_wait_with_a_timeout_of_its_own_is_left_alone(waits: dict[str, Any]) -> None:
     assert waits["timeout"][0] == "RuntimeError"
     assert "interrupted" not in waits["timeout"][1]
+
+
+def test_what_cannot_be_waited_for_in_slices_is_waited_for_in_a_thread() -> None:
+    facts = values(run_ranks(jobs_recovery.late_peer_without_slices, 2))[0]
+    assert (facts["received"], facts["scattered"]) == (1.0, [0.0, 2.0])
+    assert facts["interrupted"] == ("DistBackendError", "the collective was interrupted: its links are down")

@@ -15,7 +15,7 @@ from lightning_accelpact.recovery import fsdp2
 
 # Whose attribute each touched name is; looked up on a real model's objects
 TOUCHED: dict[str, list[str]] = {
-    "FSDPModule": ["_get_fsdp_state", "reset_iter_state", "set_requires_gradient_sync"],
+    "FSDPModule": ["_get_fsdp_state", "reset_iter_state", "set_requires_gradient_sync", "_modules"],
     "FSDPState": ["_fsdp_param_groups", "_is_root"],
     "FSDPParamGroup": ["_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "fsdp_params", "reduce_grads",
                        "mesh_info", "post_forward_mesh_info"],
