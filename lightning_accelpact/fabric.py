@@ -218,7 +218,7 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         Args:
             update: Does it: the forward and backward passes of all micro-batches, clipping, and at its end ``step`` of
                 one or more optimizers. May be called several times; batches come from outside.
-            args: What it is called with, such as the batches. It is not run again if it has changed them in place.
+            args: What it is called with, such as the batches. Not run again if it has written to their tensors in place.
             kwargs: Likewise.
 
         Returns:
@@ -349,7 +349,7 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
     def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
         """Write a checkpoint, again from the start if a fault strikes in it; remember it for a restart."""
         save = super().save_checkpoint
-        with self.ledger.span(TimeClass.CHECKPOINT_SAVE):
+        with self.ledger.span(TimeClass.CHECKPOINT_SAVE), self._ending_together():
             self.operations.run(lambda: save(path, state, storage_options, filter))
         self.runtime.checkpoint_written(path)
         self._account.checkpoint(self.committed_updates)
@@ -357,7 +357,7 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a checkpoint into the objects of ``state``."""
         load = super().load_checkpoint
-        with self.ledger.span(TimeClass.CHECKPOINT_RESTORE):
+        with self.ledger.span(TimeClass.CHECKPOINT_RESTORE), self._ending_together():
             rest = self.operations.run(lambda: load(path, state, *args, **kwargs))
         self._account.checkpoint(self.committed_updates)
         return rest

@@ -51,6 +51,7 @@ class ResilientOptimization(_AutomaticOptimization):
         self._drop_gradients = drop_gradients
         results = trainer.fit_loop.epoch_loop._results
         self.window = Window([_Progress(self), *_participants(trainer, lambda: results)])
+        self._running = False
         self._spent = 0.0  # seconds that the current update's finished attempts at micro-batches took
         self._attempt_began: float | None = None
 
@@ -65,7 +66,7 @@ class ResilientOptimization(_AutomaticOptimization):
         loop.optim_progress = replaced.optim_progress
         loop._skip_backward = replaced._skip_backward
         epoch_loop.automatic_optimization = loop
-        machine.on_redo = loop.rewind
+        machine.on_redo = loop.redo
         return loop
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
@@ -74,18 +75,21 @@ class ResilientOptimization(_AutomaticOptimization):
         return self._until_it_has_run(lambda: self._catch_up(optimizer, batch_idx, kwargs))
 
     def _until_it_has_run(self, attempt: Callable[[], T]) -> T:
-        machine = self._machine
-        while True:
-            try:
-                with machine.inside():
-                    return attempt()
-            except UpdateAborted:
-                continue  # repaired inside the guard; the window is rewound
-            except RuntimeError as error:
-                if not machine.recovers(error):
-                    raise
-                failure = error
-            machine.recover(failure)
+        self._running = True
+        try:
+            while True:
+                try:
+                    with self._machine.inside():
+                        return attempt()
+                except UpdateAborted:
+                    continue  # repaired inside the guard; the window is rewound
+                except RuntimeError as error:
+                    if not self._machine.recovers(error):
+                        raise
+                    failure = error
+                self._machine.recover(failure)
+        finally:
+            self._running = False
 
     def _take_in(self, batch_idx: int, kwargs: OrderedDict) -> None:
         self._machine.poll()
@@ -131,8 +135,26 @@ class ResilientOptimization(_AutomaticOptimization):
             closure()
         self.window.finish()
 
-    def rewind(self) -> None:
-        """Drop the update's gradients; its micro-batches run again when the loop comes to the current or next one."""
+    def redo(self) -> None:
+        """Rewind the window. Inside a micro-batch it unwinds and runs again. Between two, what is under way there, a hook
+        or a validation, goes on afterwards; but the finished ones run again at once, since a peer may be inside one."""
+        self._rewind()
+        if not self._running:
+            with _as_if_training(self.trainer):
+                now = self.window.snapshot()
+                self._until_it_has_run(self._replay_all)
+                now.restore()
+
+    def _replay_all(self) -> None:
+        self._attempt_began = time.time()
+        try:
+            while self.window.pending:
+                self._replay(self.trainer.optimizers[0])
+        finally:
+            self._end_attempt(time.time())
+
+    def _rewind(self) -> None:
+        """Drop the update's gradients and begin its micro-batches anew."""
         incident = self._machine.incidents[-1]
         incident.redone_micro_batches += min(self.window.position + 1, len(self.window))
         self._end_attempt(incident.time)  # the guard repairs inside the attempt
@@ -140,6 +162,24 @@ class ResilientOptimization(_AutomaticOptimization):
         self._spent = 0.0
         self._drop_gradients()
         self.window.rewind()
+
+
+@contextmanager
+def _as_if_training(trainer: pl.Trainer) -> Iterator[None]:
+    """Lets a training step run from a hook or a validation, in whatever mode that has switched on, and forgets it."""
+    connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
+    stage = trainer.state.stage
+    logging = connector._first_loop_iter, connector._current_fx
+    batch = results.batch, results.batch_size
+    trainer.training = True  # self.log goes to the running loop's results
+    connector._first_loop_iter = False  # else the first value that is logged would clear those of its hook
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        trainer.state.stage = stage
+        connector._first_loop_iter, connector._current_fx = logging
+        results.batch, results.batch_size = batch
 
 
 class _Progress:
@@ -191,17 +231,30 @@ def guard_steps(precision: pl.plugins.Precision, guard: RepairMachine | UpdateRu
 
 
 def agree_on_sigterm(trainer: pl.Trainer, machine: RepairMachine) -> None:
-    """End the run on SIGTERM after the same update on every rank, agreed in the commit vote.
+    """End the run on SIGTERM at the same place on every rank, agreed in the votes on updates and operations.
 
     Lightning broadcasts it before every micro-batch and swallows errors: a fault that the broadcast meets is lost, and
-    the peers wait for ever.
+    the peers wait for ever. Its handler broadcasts as well, at a moment when no peer does. And each rank looks whether
+    it got the signal itself at places to which its peers do not come.
     """
+    connector = trainer._signal_connector
+    told: list[int] = []
+
+    def note(signum: int, frame: Any) -> None:
+        if not told and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+        told.append(signum)
+
+    def leave() -> None:
+        connector.received_sigterm = True  # Lightning's loops end where they look at it next
 
     def leave_if_agreed() -> None:
-        if machine.leaving and machine.progress.phase is Phase.COMMITTED:
+        if connector.received_sigterm:
             raise SIGTERMException
 
-    machine.wants_to_leave = lambda: trainer.received_sigterm
+    connector._sigterm_notifier_fn = note
+    machine.leave.wanted = lambda: bool(told)
+    machine.on_leave = leave
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = leave_if_agreed
 
 

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
+from lightning_accelpact.recovery.contents import refill
+from lightning_accelpact.recovery.modules import walk
+
 
 class LoggedValues:
     """What ``self.log`` has accumulated.
@@ -41,7 +44,7 @@ class Metrics:
         self._module = module
 
     def capture(self) -> list[tuple[Metric, dict[str, Any]]]:
-        return [(metric, _metric_state(metric)) for metric in self._module.modules() if isinstance(metric, Metric)]
+        return [(metric, _metric_state(metric)) for metric in walk(self._module) if isinstance(metric, Metric)]
 
     def restore(self, state: list[tuple[Metric, dict[str, Any]]]) -> None:
         for metric, values in state:
@@ -95,7 +98,7 @@ _LIBRARIES = ("torch.", "lightning.pytorch.core.", "lightning.fabric.", "builtin
 
 def modules_with_attributes(root: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules from ``root`` on that may keep attributes of their own making: not those of torch or torchmetrics."""
-    return [module for module in root.modules() if not isinstance(module, Metric) and _is_home_made(type(module))]
+    return [module for module in walk(root) if not isinstance(module, Metric) and _is_home_made(type(module))]
 
 
 def _is_home_made(cls: type) -> bool:
@@ -143,9 +146,7 @@ def _plain_copy(value: Any) -> Any:
 def _refilled(value: Any, copied: Any) -> Any:
     """The original container with its captured content; for a tensor likewise."""
     if isinstance(value, (list, set, deque, dict)):
-        content = _plain_copy(copied)
-        value.clear()
-        getattr(value, "update" if isinstance(value, (set, dict)) else "extend")(content)
+        refill(value, _plain_copy(copied))
         return value
     if isinstance(value, torch.Tensor):
         with torch.no_grad():

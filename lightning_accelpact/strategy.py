@@ -132,7 +132,9 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         self.runtime.align_replicas(self.model)
         self._evaluation = loop.evaluation_window(trainer)
         for metric in loop.metrics(self.model):
-            metric.dist_sync_fn = metric.dist_sync_fn or MetricSync(self.operations)
+            if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, MetricSync):  # perhaps of an earlier run
+                metric.dist_sync_fn = MetricSync(self.operations)
+        loop.agree_on_sigterm(trainer, self.machine)
         if trainer.state.fn == TrainerFn.FITTING:
             self._take_charge(trainer)
 
@@ -154,7 +156,6 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             if self._manual == "update":
                 self._update = self.runtime.update_runner(window, self._drop_gradients)
         loop.guard_steps(self.precision_plugin, self._update or self.machine)
-        loop.agree_on_sigterm(trainer, self.machine)
         self.runtime.guard_updates(window)
 
     def _drop_gradients(self) -> None:
@@ -190,7 +191,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         Args:
             update: Does it: ``zero_grad``, forward and backward passes, and at its end ``step`` of one or more
                 optimizers. May be called several times; batches come from outside.
-            args: What it is called with, such as the batches. It is not run again if it has changed them in place.
+            args: What it is called with, such as the batches. Not run again if it has written to their tensors in place.
             kwargs: Likewise.
 
         Returns:
@@ -268,6 +269,8 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         """An error that is not a communication fault ends the run on every rank, instead of leaving peers waiting."""
         if not isinstance(exception, SIGTERMException):
             self.runtime.stop_peers(exception)
+        elif self.machine.leave.agreed:
+            self.runtime.finish()
 
     def teardown(self) -> None:
         """Detach from the session; communicators stay for a next run in this process."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,13 +208,16 @@ class Striker(pl.Callback):
         strategy = trainer.strategy
         self._plain_run = strategy.operations.run
         strategy.operations.run = self._run
-        owners = {"save_checkpoint": "save", "load_checkpoint": "load", "reduce_boolean_decision": "decision",
-                  "training_step": "step", "on_train_end": "leave", "gather_json": "gather",
-                  "lightning_module_state_dict": "model state", "optimizer_state": "optimizer state"}  # fmt: skip
-        for method, name in owners.items():
+        names = {
+            "save_checkpoint": "save", "load_checkpoint": "load", "on_train_end": "leave", "gather_json": "gather",
+            "lightning_module_state_dict": "model state", "optimizer_state": "optimizer state",
+            "validation_step": "forward", "test_step": "forward", "predict_step": "forward",
+        }  # fmt: skip
+        for method, name in names.items():
             setattr(strategy, method, self._named(name, getattr(strategy, method)))
-        for method in ("validation_step", "test_step", "predict_step"):
-            setattr(strategy, method, self._named("forward", getattr(strategy, method)))
+        for callback in trainer.callbacks:
+            if isinstance(callback, EarlyStopping):
+                callback._run_early_stopping_check = self._named("stopping", callback._run_early_stopping_check)
         MetricSync.__call__ = self._named("metric sync", MetricSync.__call__)
         _DistWrapper.gather_object = self._striking("plan", _DistWrapper.gather_object)
         module.blocks[2].forward = self._striking("block", module.blocks[2].forward)
@@ -251,9 +254,13 @@ class Striker(pl.Callback):
     def _striking(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Strikes not at an operation's begin or end but in its middle; not in updates, which have their own faults."""
 
-        def striking(*args: Any, **kwargs: Any) -> Any:
+        @torch.compiler.disable
+        def strike_in_the_middle(name: str) -> None:
             if not self._trainer.strategy.machine.inside_update:
                 self._strike_at(f"{self._stage} {name}", late=False)
+
+        def striking(*args: Any, **kwargs: Any) -> Any:
+            strike_in_the_middle(name)
             return function(*args, **kwargs)
 
         return striking
@@ -371,7 +378,7 @@ def fit(
         module_options: Passed to the module.
         trainer_options: Passed to the Trainer.
         callbacks: Makes more callbacks.
-        resume: Checkpoint to resume from, relative to ``folder``.
+        resume: Checkpoint to resume from.
         strategy_options: Passed to the strategy.
     """
     pl.seed_everything(11, workers=True, verbose=False)
@@ -400,8 +407,8 @@ def fit(
             **(trainer_options or {}),
         }
     )  # fmt: skip
-    trainer.fit(module, ckpt_path=resume and f"{folder}/{resume}")
-    root = os.path.realpath(folder)
+    trainer.fit(module, ckpt_path=resume, weights_only=False)
+    roots = [os.path.realpath(path) for path in (folder, resume and Path(resume).parents[1]) if path]
     return {
         "compared": {
             "digest": state_digest(module, trainer.optimizers),
@@ -419,13 +426,14 @@ def fit(
             "steps_seen": module.steps_seen,
             "schedulers": [plain(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
             "stopper": plain(stopper.state_dict()),
-            "best": plain(best.state_dict(), root),
-            "every": plain(every.state_dict(), root),
+            "best": plain(best.state_dict(), roots),
+            "every": plain(every.state_dict(), roots),
             "rng": plain(torch.get_rng_state()),
             "rows": Path(folder, "csv", "version_0", "metrics.csv").read_text() if trainer.is_global_zero else "",
-            "checkpoints": checkpoints(root) if trainer.is_global_zero else {},
+            "checkpoints": checkpoints(roots) if trainer.is_global_zero else {},
         },
         "operations": striker.names,
+        "pending": [str(fault) for fault in strategy.pending_faults],
         "struck": striker.struck + [place for one in cutter for place in one.done],
         "incidents": [incident.to_dict() for incident in strategy.incidents],
     }
@@ -445,12 +453,14 @@ def numbers(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def checkpoints(root: str) -> dict[str, dict[str, Any]]:
-    """The content of every distributed checkpoint below a folder: a digest of each tensor, and the rest as it is."""
-    found = {}
+def checkpoints(roots: list[str]) -> dict[str, dict[str, Any]]:
+    """The content of every checkpoint below the first folder: a digest of each tensor, and the rest as it is."""
+    found, root = {}, roots[0]
+    for file in filter(Path.is_file, sorted(Path(root).rglob("*.ckpt"))):
+        found[str(file.relative_to(root))] = plain(torch.load(file, weights_only=False), roots)
     for metadata in sorted(Path(root).rglob(".metadata")):
         folder = metadata.parent
-        found[str(folder.relative_to(root))] = {"tensors": _tensors(folder), "meta": plain(_meta(folder), root)}
+        found[str(folder.relative_to(root))] = {"tensors": _tensors(folder), "meta": plain(_meta(folder), roots)}
     return found
 
 
@@ -468,15 +478,17 @@ def _tensors(folder: Path) -> Any:
     return plain(state)
 
 
-def plain(value: Any, root: str = "") -> Any:
-    """A value that compares bit for bit across processes: digests for tensors, ``<root>`` for the run's folder."""
+def plain(value: Any, roots: Iterable[str] = ()) -> Any:
+    """A value that compares bit for bit across processes: digests for tensors, ``<root>`` for the runs' folders."""
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return (str(value.dtype), tuple(value.shape), hashlib.sha256(raw).hexdigest())
     if isinstance(value, dict):
-        return {plain(key, root): plain(item, root) for key, item in value.items()}
+        return {plain(key, roots): plain(item, roots) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item, root) for item in value]
+        return [plain(item, roots) for item in value]
     if isinstance(value, str):
-        return value.replace(root, "<root>") if root else value
+        for root in roots:
+            value = value.replace(root, "<root>")
+        return value
     return value if isinstance(value, (int, float, bool, type(None))) else repr(value)

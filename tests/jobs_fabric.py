@@ -48,16 +48,23 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def launched(faults: list[Fault] | None = None, **options: Any) -> Fabric:
+def launched(faults: list[Fault] | None = None, *, precision: str = "32-true", **options: Any) -> Fabric:
     """Fabric on this rank, with short timeouts."""
     strategy = FabricHSDPStrategy(
         **{"faults": FaultPlan(faults or ()), "goodput": False, "collective_timeout": 30.0, "repair_budget": 60.0,
            **options}
     )  # fmt: skip
-    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    fabric = Fabric(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, precision=precision
+    )
     fabric.launch()
     fabric.seed_everything(11, verbose=False)
     return fabric
+
+
+def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """One of the jobs below, by its name."""
+    return globals()[name](*args, **options)
 
 
 def windows(fabric: Fabric, accumulate: int) -> Iterator[list[Micro]]:
@@ -139,6 +146,7 @@ def train(
     jointly: bool = False,
     closure: bool = False,
     sharded: bool = False,
+    compiled: str = "",
     evaluation: Fault | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -151,11 +159,12 @@ def train(
         jointly: Set module and optimizer up in one call.
         closure: Give the optimizer a closure.
         sharded: Shard the module before Fabric gets it.
+        compiled: Compile its ``blocks``, or the ``whole``.
         evaluation: Strikes in the evaluation after its update, between two forward passes.
         options: The strategy's.
     """
     fabric = launched(faults, **options)
-    net = shard_by_hand(fabric, Net()) if sharded else Net()
+    net = compile_parts(shard_by_hand(fabric, Net()) if sharded else Net(), compiled)
     if jointly:
         model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     else:
@@ -203,6 +212,13 @@ def train(
 def pop(once: list[bool]) -> bool:
     """True for the first time."""
     return bool(once) and once.pop()
+
+
+def compile_parts(net: Net, parts: str) -> nn.Module:
+    """With a backend that needs no compiler."""
+    for block in net.blocks if parts == "blocks" else ():
+        block.compile(backend="aot_eager")
+    return torch.compile(net, backend="aot_eager") if parts == "whole" else net
 
 
 def shard_by_hand(fabric: Fabric, net: Net) -> Net:
@@ -335,7 +351,8 @@ def checkpointed(
     model = fabric.setup(Net())
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     batches = [window for _, window in zip(range(4), windows(fabric, 1), strict=False)]
-    path = Path(fabric.broadcast(folder)) / "checkpoint"
+    path = Path(folder) / "checkpoint"
+    path.parent.mkdir(exist_ok=True)
 
     def update(window: list[Micro]) -> None:
         backward_all(fabric, model, window)
@@ -363,13 +380,13 @@ def checkpointed(
         fabric.strategy.run_update(update, window)
     return result(
         fabric, [model], [optimizer], saved=saved, loaded=loaded, ended=ended, update=restored["update"],
-        hint=fabric.strategy.runtime._resume_hint(),
+        folder=str(path.parent), hint=fabric.strategy.runtime._resume_hint(),
     )  # fmt: skip
 
 
 def collectives(fault: Fault | None = None, *, late: bool = False) -> dict[str, Any]:
     """Every collective of Fabric's, each with a fault in it, given the groups of before the first repair."""
-    fabric = launched()
+    fabric = launched(max_repairs_per_update=20)  # all these stand between the same two updates
     rank = float(fabric.global_rank)
     world, shard = dist.group.WORLD, fabric.strategy.device_mesh.get_group("shard")
     calls = {

@@ -1,26 +1,21 @@
-"""What the ranks of the recovery core's tests do: process groups, FSDP2 and communicators, without a trainer."""
+"""What the ranks of the recovery core's tests do: process groups and communicators, without a trainer."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from lightning_accelpact.recovery import c10d, fsdp2
+from lightning_accelpact.recovery import c10d
 from lightning_accelpact.recovery.c10d import GroupSpec
 from lightning_accelpact.recovery.communicator import CommunicatorLost, Communicators, is_communication_error
 from lightning_accelpact.recovery.control import Endpoint
-from lightning_accelpact.recovery.rebind import rebind, references
 from lightning_accelpact.recovery.session import Session
 
 LONG = timedelta(seconds=60)
@@ -140,7 +135,7 @@ def late_peer() -> dict[str, Any]:
     facts["interrupted"] = absent(store, "interrupted", lambda: error_of(total))
     down.clear()
     facts["timeout"] = absent(store, "timeout", lambda: error_of(_barrier_for_a_moment))
-    return {name: _described(value) for name, value in facts.items()}
+    return {name: described(value) for name, value in facts.items()}
 
 
 def late_peer_without_slices() -> dict[str, Any]:
@@ -161,7 +156,7 @@ def late_peer_without_slices() -> dict[str, Any]:
     if rank == 0:
         threading.Timer(0.25, down.set).start()
     facts["interrupted"] = absent(store, "interrupted", lambda: error_of(_scattered))
-    return {name: _described(value) for name, value in facts.items()}
+    return {name: described(value) for name, value in facts.items()}
 
 
 def _scattered() -> list[float]:
@@ -174,246 +169,9 @@ def _barrier_for_a_moment() -> None:
     dist.barrier(async_op=True).wait(timedelta(milliseconds=50))
 
 
-def _described(value: Any) -> Any:
+def described(value: Any) -> Any:
+    """An exception's type and message; anything else as it is."""
     return (type(value).__name__, str(value)) if isinstance(value, Exception) else value
-
-
-# -- FSDP2
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-
-class Net(nn.Module):
-    """Layers of a kind; the root has parameters of its own around them, or none."""
-
-    def __init__(self, layers: int = 3, *, bare: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Identity() if bare else nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Identity() if bare else nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def sharded(mesh: DeviceMesh, layers: int = 3, *, bare: bool = False) -> Net:
-    """The net, with the same weights everywhere, sharded block by block."""
-    torch.manual_seed(0)
-    net = Net(layers, bare=bare)
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
-
-
-def hsdp() -> DeviceMesh:
-    """The mesh of 2 replicas x 2 shards, made without this package."""
-    dist.init_process_group("gloo", timeout=LONG)
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def micro_batch(index: int) -> torch.Tensor:
-    """This rank's data."""
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))
-
-
-def accumulate(net: Net, indices: list[int]) -> None:
-    """Backward passes of which the last one alone communicates gradients."""
-    for index in indices:
-        fsdp2.set_gradient_sync(net, index == indices[-1])
-        net(micro_batch(index)).square().mean().backward()
-
-
-def gradients(net: nn.Module) -> list[torch.Tensor]:
-    """This rank's shards of them."""
-    return [parameter.grad.to_local().clone() for parameter in net.parameters()]
-
-
-def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """In every bit."""
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-class Abort(Exception):
-    """Ends a pass from inside."""
-
-
-def aborted(net: Net, *, backward: bool) -> bool:
-    """Run a pass that ends in its middle; true if it did."""
-
-    def abort(*_: Any) -> None:
-        raise Abort
-
-    handle = (
-        net.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(abort) and None)
-        if backward
-        else net.blocks[1].register_forward_pre_hook(abort)
-    )
-    try:
-        net(micro_batch(1)).sum().backward()
-    except Abort:
-        return True
-    finally:
-        handle.remove()
-    return False
-
-
-def fsdp_facts() -> dict[str, Any]:
-    """Everything the FSDP2 adapter promises, on four ranks."""
-    mesh = hsdp()
-    reference = sharded(mesh)
-    accumulate(reference, [0, 1])
-    expected = gradients(reference)
-    return {
-        "before_first_forward": _reset_before_the_first_forward(mesh, expected),
-        "after_abort": {way: _reset_after_an_abort(mesh, expected, way == "backward") for way in ("forward", "backward")},
-        "drop": {drop: _redone(mesh, expected, drop=drop) for drop in (True, False)},
-        "sync": _sync(mesh),
-        "places": {layers: _places(sharded(mesh, layers)) for layers in (1, 3)},
-        "places_of_a_bare_root": _places(sharded(mesh, 2, bare=True)),
-        "last_reduction": {bare: _last_reduction(mesh, bare=bare) for bare in (False, True)},
-        "attributes": _attributes(reference),
-    }
-
-
-def _reset_before_the_first_forward(mesh: DeviceMesh, expected: list[torch.Tensor]) -> bool:
-    net = sharded(mesh)
-    fsdp2.reset_iteration(net)
-    fsdp2.drop_unsharded_gradients(net)
-    accumulate(net, [0, 1])
-    return equal(gradients(net), expected)
-
-
-def _reset_after_an_abort(mesh: DeviceMesh, expected: list[torch.Tensor], backward: bool) -> dict[str, Any]:
-    net = sharded(mesh)
-    facts: dict[str, Any] = {"aborted": aborted(net, backward=backward)}
-    facts["busy"] = {state._training_state.name for state in fsdp2.states(net.modules())} != {"IDLE"}
-    fsdp2.reset_iteration(net)
-    facts["idle"] = {state._training_state.name for state in fsdp2.states(net.modules())} == {"IDLE"}
-    fsdp2.drop_unsharded_gradients(net)
-    net.zero_grad(set_to_none=True)
-    accumulate(net, [0, 1])
-    facts["exact"] = equal(gradients(net), expected)
-    return facts
-
-
-def _redone(mesh: DeviceMesh, expected: list[torch.Tensor], *, drop: bool) -> dict[str, Any]:
-    """An update whose second micro-batch failed, begun again with or without dropping what the first one left."""
-    net = sharded(mesh)
-    fsdp2.set_gradient_sync(net, False)
-    net(micro_batch(0)).square().mean().backward()
-    fsdp2.reset_iteration(net)
-    if drop:
-        fsdp2.drop_unsharded_gradients(net)
-    net.zero_grad(set_to_none=True)
-    accumulate(net, [0, 1])
-    return {"exact": equal(gradients(net), expected)}
-
-
-def _sync(mesh: DeviceMesh) -> list[bool]:
-    net = sharded(mesh)
-    reduces = [fsdp2.reduces_gradients(net)]
-    for enabled in (False, True):
-        fsdp2.set_gradient_sync(net, enabled)
-        reduces.append(fsdp2.reduces_gradients(net))
-    return reduces
-
-
-def _places(net: Net) -> dict[str, Any]:
-    holders = list(fsdp2.group_holders(net.modules()))
-    return {
-        "states": len(list(fsdp2.states(net.modules()))),
-        "param_groups": len(list(fsdp2.param_groups(net))),
-        "wrapped": len(fsdp2.wrapped_modules(net)),
-        "parameters": len(fsdp2.sharded_parameters(net)),
-        "meshes": len(fsdp2.meshes(net.modules())),
-        "keys": sorted({key for _, key in holders}),
-        "holders": len(holders),
-        "references": len(list(references(net))),
-    }
-
-
-def _last_reduction(mesh: DeviceMesh, *, bare: bool) -> dict[str, Any]:
-    """Whether the hook runs once a backward, after every other reduce-scatter and before its all-reduce."""
-    net = sharded(mesh, bare=bare)
-    events: list[str] = []
-    fsdp2.hook_last_reduction(net, lambda: events.append("hook"))
-    with _recorded(events):
-        accumulate(net, [0])
-    return {"events": events, "groups": len(list(fsdp2.param_groups(net)))}
-
-
-@contextlib.contextmanager
-def _recorded(events: list[str]) -> Iterator[None]:
-    names = ("reduce_scatter_single", "all_reduce")
-    originals = {name: getattr(dist, name) for name in names}
-
-    def recorder(name: str) -> Callable[..., Any]:
-        def record(*args: Any, **kwargs: Any) -> Any:
-            events.append(name)
-            return originals[name](*args, **kwargs)
-
-        return record
-
-    for name in names:
-        setattr(dist, name, recorder(name))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
-def _attributes(net: Net) -> dict[str, list[str]]:
-    """The attribute names of each kind of object that the adapter looks into."""
-    state = next(iter(fsdp2.states(net.modules())))
-    group = next(iter(state._fsdp_param_groups))
-    kinds = {
-        "FSDPModule": net, "FSDPState": state, "FSDPParamGroup": group, "FSDPParam": group.fsdp_params[0],
-        "FSDPMeshInfo": group.mesh_info,
-    }  # fmt: skip
-    return {kind: dir(value) for kind, value in kinds.items()}
-
-
-# -- rebinding
-
-
-def rebind_a_model() -> dict[str, Any]:
-    """Replace every group under a real model, and train on."""
-    rank, size = rank_and_size()
-    session = open_session()
-    mesh = session.mesh("cpu", (2, 2))
-    net = sharded(mesh)
-    accumulate(net, [0, 1])
-    expected = gradients(net)
-    net.zero_grad(set_to_none=True)
-    before = len(list(references(net, [mesh])))
-    retired = session.communicators.retire(1)
-    replacements = session.communicators.rebuild()
-    missing = dict(replacements)
-    del missing[mesh.get_group("shard").group_name]
-    refused = error_of(lambda: rebind(list(references(net, [mesh])), retired, missing))
-    count = rebind(list(references(net, [mesh])), retired, replacements)
-    again = rebind(list(references(net, [mesh])), retired, replacements)
-    session.communicators.validate()
-    accumulate(net, [0, 1])
-    return {
-        "before": before,
-        "refused": _described(refused),
-        "census": count,
-        "again": again,
-        "exact": equal(gradients(net), expected),
-        "groups": sorted(mesh.get_group(name).group_name for name in ("replicate", "shard")),
-    }
 
 
 # -- communicators
@@ -442,7 +200,7 @@ def real_errors() -> dict[str, Any]:
         groups.links.cut()
     errors["cut"] = error_of(total)
     _repaired(groups, 2)
-    errors["interrupted"] = absent(store, "interrupted", lambda: error_of(lambda: _interrupted_from_a_thread(groups, 3)))
+    errors["interrupted"] = absent(store, "interrupted", lambda: _interrupted_from_a_thread(groups, 3))
     _repaired(groups, 3)
     if dist.get_rank() == 1:
         os._exit(0)
@@ -452,7 +210,7 @@ def real_errors() -> dict[str, Any]:
     groups.retire(4)
     errors["rebuilt alone"] = error_of(groups.rebuild)
     errors["store"] = error_of(lambda: store.wait(["never"], timedelta(milliseconds=50)))
-    return {name: (*_described(error), is_communication_error(error)) for name, error in errors.items()}
+    return {name: (*described(error), is_communication_error(error)) for name, error in errors.items()}
 
 
 def _repaired(groups: Communicators, generation: int) -> None:
@@ -461,10 +219,9 @@ def _repaired(groups: Communicators, generation: int) -> None:
     groups.validate()
 
 
-def _interrupted_from_a_thread(groups: Communicators, before: int) -> float:
-    timer = threading.Timer(0.2, groups.interrupt, kwargs={"before": before})
-    timer.start()
-    return total()
+def _interrupted_from_a_thread(groups: Communicators, before: int) -> Exception | None:
+    threading.Timer(0.2, groups.interrupt, kwargs={"before": before}).start()
+    return error_of(total)
 
 
 def interrupts() -> dict[str, Any]:
@@ -475,7 +232,7 @@ def interrupts() -> dict[str, Any]:
     pair = dist.new_group([0, 1])  # made behind the package's back, as by a library
     meet(store, "made")
     began = time.monotonic()
-    woken = absent(store, "blocked", lambda: error_of(lambda: _interrupted_from_a_thread(groups, 1)))
+    woken = absent(store, "blocked", lambda: _interrupted_from_a_thread(groups, 1))
     facts["woken"] = woken is None or is_communication_error(woken)
     facts["peer"] = is_communication_error(error_of(total))  # its end is shut as well
     facts["well_before_the_timeout"] = time.monotonic() - began < LONG.total_seconds() / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,6 @@ from jobs import Regressor
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
 from lightning_accelpact.strategy import ResilientHSDPStrategy
 
@@ -46,34 +46,31 @@ class Validated(Regressor):
         return self.train_dataloader()
 
 
+class Counted(pl.Callback):
+    """Counts validation batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+
 def fit(
     rank: int | None, batch: int, hook: str, faults: list[Fault] | None = None, accumulate: int = 2
 ) -> dict[str, Any]:
-    """Train until the signal ends it; says where this rank stood then, and how long it took."""
-    pl.seed_everything(11, workers=True, verbose=False)
-    module = Validated()
-    strategy = ResilientHSDPStrategy(
-        faults=FaultPlan(faults or ()), goodput=False, collective_timeout=30.0, repair_budget=60.0
-    )
-    terminated = Terminated(rank, batch, hook)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, max_epochs=1, logger=False,
-        accumulate_grad_batches=accumulate, limit_train_batches=12, limit_val_batches=3, val_check_interval=6,
-        num_sanity_val_steps=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[terminated],
+    """Train until the signal ends it; says where this rank stood then, and how long that took."""
+    module, terminated = Validated(), Terminated(rank, batch, hook)
+    trainer = _trainer(
+        [terminated], faults, max_epochs=1, accumulate_grad_batches=accumulate, limit_train_batches=12,
+        val_check_interval=6, num_sanity_val_steps=0,
     )  # fmt: skip
-    begun = time.monotonic()
-    ended = ""
-    try:
-        trainer.fit(module)
-    except SIGTERMException as end:
-        ended = f"SIGTERMException {end.code}"
+    ended = _ended(lambda: trainer.fit(module))
     return {
         "ended": ended,
-        "updates": strategy.committed_updates,
-        "digest": state_digest(module, trainer.optimizers),
-        "seconds": time.monotonic() - (terminated.sent_at or begun),
-        "incidents": [incident.to_dict() for incident in strategy.incidents],
+        "updates": trainer.strategy.committed_updates,
+        "seconds": time.monotonic() - terminated.sent_at if terminated.sent_at else 0.0,
+        "incidents": [incident.to_dict() for incident in trainer.strategy.incidents],
     }
 
 
@@ -82,12 +79,33 @@ def fit_with(options: dict[str, Any]) -> dict[str, Any]:
     return fit(**options)
 
 
+def validate_with(options: dict[str, Any]) -> dict[str, Any]:
+    """Evaluate until the signal ends it; says after how many batches."""
+    counted = Counted()
+    trainer = _trainer([Terminated(**options), counted])
+    return {"ended": _ended(lambda: trainer.validate(Validated(), verbose=False)), "batches": counted.batches}
+
+
 def fit_to_the_end_of_the_process(options: dict[str, Any]) -> None:
     """Like a user's script: the exception ends the process."""
+    _trainer([Terminated(**options)], max_epochs=1).fit(Regressor())
+
+
+def _trainer(callbacks: list[pl.Callback], faults: list[Fault] | None = None, **options: Any) -> pl.Trainer:
     pl.seed_everything(11, workers=True, verbose=False)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=ResilientHSDPStrategy(goodput=False),
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, limit_train_batches=12,
-        callbacks=[Terminated(**options)],
+    strategy = ResilientHSDPStrategy(
+        faults=FaultPlan(faults or ()), goodput=False, collective_timeout=30.0, repair_budget=60.0
+    )
+    return pl.Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, logger=False, limit_val_batches=3,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+        **options,
     )  # fmt: skip
-    trainer.fit(Regressor())
+
+
+def _ended(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except SIGTERMException as end:
+        return f"SIGTERMException {end.code}"
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,9 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -31,6 +34,7 @@ from lightning_accelpact.recovery.communicator import CommunicatorLost
 from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import FaultInjector, FaultPlan
 from lightning_accelpact.recovery.incident import Incident
+from lightning_accelpact.recovery.leave import Leave
 from lightning_accelpact.recovery.machine import UpdateAborted
 from lightning_accelpact.recovery.progress import Progress
 
@@ -44,8 +48,10 @@ TOUCHED: dict[str, tuple[Any, list[str]]] = {
     "_TrainingEpochLoop": (_TrainingEpochLoop, ["_broadcast_sigterm_tensor"]),
     "Precision": (Precision, ["_after_closure"]),
     "Trainer": (pl.Trainer, ["_results"]),
+    "_LoggerConnector()": (_LoggerConnector(pl.Trainer(barebones=True)), ["_first_loop_iter", "_current_fx"]),
+    "_SignalConnector": (_SignalConnector, ["_sigterm_notifier_fn"]),
 }
-ON_INSTANCES = {"_skip_backward", "_per_optimizer_states"}
+ON_INSTANCES = {"_skip_backward", "_per_optimizer_states", "_signal_connector", "_logger_connector"}
 OVERRIDDEN = [
     "_setup_distributed", "_get_process_group_backend", "setup_environment", "setup", "barrier", "broadcast", "reduce",
     "all_gather", "backward", "optimizer_step", "on_exception", "on_train_end", "teardown", "save_checkpoint",
@@ -75,10 +81,10 @@ def test_this_list_is_complete() -> None:
 def test_what_the_adapter_touches_on_instances_is_there() -> None:
     epoch_loop = pl.Trainer(logger=False, barebones=True).fit_loop.epoch_loop
     adapters.require(loop, _LIGHTNING, "_TrainingEpochLoop", epoch_loop, "automatic_optimization")
-    adapters.require(
-        loop, _LIGHTNING, "_AutomaticOptimization", epoch_loop.automatic_optimization, "optim_progress", "_skip_backward"
-    )
-    adapters.require(loop, f"torch {torch.__version__}", "GradScaler", torch.amp.GradScaler("cpu"), "_per_optimizer_states")
+    automatic = epoch_loop.automatic_optimization
+    adapters.require(loop, _LIGHTNING, "_AutomaticOptimization", automatic, "optim_progress", "_skip_backward")
+    scaler = torch.amp.GradScaler("cpu")
+    adapters.require(loop, f"torch {torch.__version__}", "GradScaler", scaler, "_per_optimizer_states")
     metric = torchmetrics.MeanMetric()
     metric(1.0)
     of_lightning = {"has_reset"}
@@ -101,8 +107,9 @@ def test_a_metric_has_no_other_private_state() -> None:
 
 
 def test_the_loop_runs_a_micro_batch_with_these_arguments() -> None:
-    assert list(inspect.signature(_AutomaticOptimization.run).parameters) == ["self", "optimizer", "batch_idx", "kwargs"]
-    assert list(inspect.signature(Precision._after_closure).parameters) == ["self", "model", "optimizer"]
+    run, after_closure = inspect.signature(_AutomaticOptimization.run), inspect.signature(Precision._after_closure)
+    assert list(run.parameters) == ["self", "optimizer", "batch_idx", "kwargs"]
+    assert list(after_closure.parameters) == ["self", "model", "optimizer"]
 
 
 def test_what_the_strategy_overrides_or_calls_is_there() -> None:
@@ -124,8 +131,8 @@ class Machine:
         self.polls = 0
         self.votes = 0
         self.votes_to_abort = votes_to_abort
-        self.leaving = False
-        self.wants_to_leave: Callable[[], bool] = lambda: False
+        self.leave = Leave(None, 1)
+        self.on_leave: Callable[[], None] = lambda: None
         self.on_redo: Callable[[], None] = lambda: None
 
     @contextmanager
@@ -302,7 +309,7 @@ def test_the_loop_takes_over_the_progress_that_a_checkpoint_restores() -> None:
     assert trainer.fit_loop.epoch_loop.automatic_optimization is installed
     assert installed.optim_progress is replaced.optim_progress
     assert installed._skip_backward
-    assert machine.on_redo == installed.rewind
+    assert machine.on_redo == installed.redo
 
 
 def test_the_phase_is_entered_for_each_micro_batch() -> None:
@@ -339,14 +346,13 @@ def test_sigterm_ends_the_run_at_a_boundary_that_is_agreed_on() -> None:
     machine = Machine()
     loop.agree_on_sigterm(trainer, machine)
     look = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
-    assert machine.wants_to_leave() is False
-    trainer._signal_connector.received_sigterm = True
-    assert machine.wants_to_leave() is True
-    look()  # this rank alone wants to: it goes on until the vote has told all
-    machine.leaving = True
-    machine.progress.phase = Phase.FORWARD
-    look()  # inside an update
-    machine.progress.phase = Phase.COMMITTED
+    assert machine.leave.wanted() is False
+    trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    assert machine.leave.wanted() is True
+    assert not trainer.received_sigterm
+    look()  # this rank alone wants to: it goes on until a vote has told all
+    machine.on_leave()
+    assert trainer.received_sigterm  # for the loops that look at it
     with pytest.raises(SIGTERMException):
         look()
 

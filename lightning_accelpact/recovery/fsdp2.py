@@ -15,22 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_accelpact.recovery.modules import walk
+
 CHECKED_TORCH = ("2.13",)
 
 GROUP_ATTRIBUTES = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
-
-
-def walk(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Every module below ``root``, each once, outermost first: ``root.modules()`` without making their names, which is
-    most of its cost and would be most of a rebinding's."""
-    seen: set[int] = set()
-    stack = [root]
-    while stack:
-        module = stack.pop()
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
-            yield module
-            stack.extend(reversed(module._modules.values()))
 
 
 def states(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:

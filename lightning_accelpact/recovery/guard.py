@@ -34,30 +34,11 @@ class BoundaryGuard:
     def _name(self, update: int) -> str:
         return f"vote/{self._progress.run}/{self._generation}/{update}"
 
-    def cast(self, *, leave: bool = False) -> None:
-        """Declare this rank's gradients of the current update complete.
-
-        Args:
-            leave: Whether the run should end after this update. The wish is written before the vote, so every rank
-                sees it once the vote has passed.
-        """
-        if leave:
-            self._control.settle(self._leave_key, str(self._progress.frontier))
+    def cast(self) -> None:
+        """Declare this rank's gradients of the current update complete."""
         # Whoever votes on this update has left the last one, and so the one before is read by nobody
         self._control.cast(self._ballot, expired=self._name(self._progress.frontier - 2))
 
     def passed(self) -> bool:
         """Wait for the outcome: true if every rank is prepared, false if a rank vetoed first."""
         return self._control.tally(self._ballot)
-
-    def leaving(self) -> bool:
-        """Whether some rank wished, before its vote on the current update, that the run end after it.
-
-        A wish for a later update may be there already; it counts then, on every rank alike.
-        """
-        wish = self._control.peek(self._leave_key)
-        return wish is not None and int(wish) <= self._progress.frontier
-
-    @property
-    def _leave_key(self) -> str:
-        return f"leave/{self._progress.run}"

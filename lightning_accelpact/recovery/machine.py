@@ -29,6 +29,7 @@ from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
 from lightning_accelpact.recovery.guard import BoundaryGuard
 from lightning_accelpact.recovery.inbox import Inbox
 from lightning_accelpact.recovery.incident import Incident
+from lightning_accelpact.recovery.leave import Leave, Place
 from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE, FailStop, RepairPhase, RepairPolicy
 from lightning_accelpact.recovery.progress import Progress
 from lightning_accelpact.recovery.rebind import Reference, StaleReference, rebind
@@ -104,8 +105,9 @@ class RepairMachine:
         self.inside_update = False
         self.guarding = policy.guard  # may change between two updates, on all ranks alike
         self.on_redo: Callable[[], None] = lambda: None
-        self.wants_to_leave: Callable[[], bool] = lambda: False
-        self.leaving = False
+        self.leave = Leave(control, progress.run)
+        self.on_leave: Callable[[], None] = lambda: None
+        self._operations = 0  # that all ranks have come to
         self.stopped = False  # this rank has ended the run, for itself or for everybody
 
     # -- called by the monitor thread
@@ -140,11 +142,10 @@ class RepairMachine:
         """
         with self._span("guard"):
             failure = self._vote()
-        if failure is None:
-            self.progress.phase = Phase.STEPPING
-            return
-        if self.recover(failure) is not Action.ROLL_FORWARD:
+        if failure is not None and self.recover(failure) is not Action.ROLL_FORWARD:
             raise UpdateAborted
+        with self._span("guard"):
+            self._look_for_a_wish(self._place(update=1))
         self.progress.phase = Phase.STEPPING
 
     def _vote(self) -> BaseException | None:
@@ -156,10 +157,10 @@ class RepairMachine:
             self.progress.phase = Phase.PREPARED
             self.faults.fire(FaultPoint.VOTE)
             with self._voting(self.guard.open(self.generation)):
-                self.guard.cast(leave=self.wants_to_leave())
+                self.leave.wish(self._place(update=1))
+                self.guard.cast()
                 if not self.guard.passed():
                     return Superseded("the vote was vetoed")
-            self.leaving = self.guard.leaving()
             self.faults.fire(FaultPoint.STEP)
         except (CommunicatorLost, Superseded) as error:
             return error
@@ -175,6 +176,7 @@ class RepairMachine:
         except CommunicatorLost as error:
             self.recover(error)
         self.poll()
+        self._leave_if_agreed()
 
     def poll(self) -> Action | None:
         """Take part in a repair that a peer has asked for; returns this rank's action, or ``None`` without one."""
@@ -225,16 +227,37 @@ class RepairMachine:
         Returns:
             Whether every rank has finished it; otherwise a fault came first and it must run again after a repair.
         """
+        self._operations = sequence
         series = f"operation/{self.progress.run}/{self.generation}"
         ballot = f"{series}/{sequence}"
         try:
             with self._voting(ballot):
+                self.leave.wish(self._place())
                 self._control.cast(ballot, expired=f"{series}/{sequence - 2}")
-                return self._control.tally(ballot)
+                if not self._control.tally(ballot):
+                    return False
         except Superseded:
             return False
         except ControlLost as error:
             self._fail_stop(str(error))
+        self._look_for_a_wish(self._place())
+        self._leave_if_agreed()
+        return True
+
+    def _place(self, *, update: int = 0) -> Place:
+        return self.progress.frontier, self._operations, update
+
+    def _look_for_a_wish(self, place: Place) -> None:
+        if self.guarding:
+            try:
+                self.leave.look(place)
+            except ControlLost as error:
+                self._fail_stop(str(error))
+
+    def _leave_if_agreed(self) -> None:
+        """Leave between two updates only: what has been computed of an update would be lost."""
+        if self.leave.agreed and self.progress.phase is Phase.COMMITTED:
+            self.on_leave()
 
     # -- the repair
 

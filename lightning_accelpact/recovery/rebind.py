@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_accelpact.recovery import c10d, fsdp2
+from lightning_accelpact.recovery.modules import walk
 
 
 class StaleReference(RuntimeError):
@@ -45,7 +46,7 @@ class Reference:
 
 def references(root: torch.nn.Module, extra_meshes: Iterable[DeviceMesh] = ()) -> Iterator[Reference]:
     """Every reference to a process group in FSDP2's state, in the device meshes and in the modules' own attributes."""
-    modules = list(fsdp2.walk(root))
+    modules = list(walk(root))
     for holder, key in fsdp2.group_holders(modules):
         yield Reference(holder, key)
     registries: dict[int, dict[str, dist.ProcessGroup]] = {}

@@ -58,7 +58,7 @@ class UpdateRunner:
         Args:
             update: Does it; may be called several times, so it must take its batches from outside and draw random
                 numbers from torch, Python or NumPy only. Nothing that communicates may follow the first step in it.
-            args: What it is called with, such as the batches. It is not run again if it has changed them in place.
+            args: What it is called with, such as the batches. Not run again if it has written to their tensors in place.
             kwargs: Likewise.
 
         Returns:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
+
+from lightning_accelpact.recovery.contents import Contents
+from lightning_accelpact.recovery.modules import walk
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Buffers:
         """(owner, name, the buffer itself, its copy) for every buffer."""
         return [
             (owner, name, buffer, buffer.detach().clone())
-            for owner in self._module.modules()
+            for owner in walk(self._module)
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
@@ -97,9 +99,11 @@ class Modes:
 
     def capture(self) -> tuple[list[tuple[torch.nn.Module, bool]], list[tuple[torch.Tensor, bool]]]:
         """(module, in training mode) of every module, and (parameter, whether it trains) of every parameter."""
+        modules = list(walk(self._root))
+        parameters = (parameter for module in modules for parameter in module._parameters.values())
         return (
-            [(module, module.training) for module in self._root.modules()],
-            [(parameter, parameter.requires_grad) for parameter in self._root.parameters()],
+            [(module, module.training) for module in modules],
+            [(parameter, parameter.requires_grad) for parameter in parameters if parameter is not None],
         )
 
     def restore(self, state: tuple[list[tuple[torch.nn.Module, bool]], list[tuple[torch.Tensor, bool]]]) -> None:
@@ -112,34 +116,27 @@ class Modes:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a payload is made of, to tell later whether it still is.
+class Snapshot:
+    """The generators and a window's participants at one moment.
 
     Args:
-        structure: Its nested containers and their keys.
-        leaves: What they hold.
-        versions: How often each tensor among the leaves had been written to.
+        rng: The generators.
+        states: Each participant with its state.
     """
 
-    structure: pytree.TreeSpec
-    leaves: list[Any]
-    versions: list[int]
+    rng: RngState
+    states: list[tuple[Participant, Any]]
 
     @classmethod
-    def of(cls, payload: Any) -> Contents:
-        """The contents as they are now. An object of a class that is no container counts as one leaf."""
-        leaves, structure = pytree.tree_flatten(payload)
-        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return cls(structure, leaves, [tensor._version for tensor in tensors if not tensor.is_inference()])
+    def take(cls, participants: list[Participant]) -> Snapshot:
+        """Everything as it is now."""
+        return cls(RngState.capture(), [(participant, participant.capture()) for participant in participants])
 
-    def still(self, payload: Any) -> bool:
-        """Whether the payload has the same containers, which hold the same objects, none of them written to since."""
-        now = Contents.of(payload)
-        return (
-            self.structure == now.structure
-            and all(old is new for old, new in zip(self.leaves, now.leaves, strict=True))
-            and self.versions == now.versions
-        )
+    def restore(self) -> None:
+        """Set everything back."""
+        self.rng.restore()
+        for participant, state in self.states:
+            participant.restore(state)
 
 
 @dataclass(frozen=True)
@@ -148,20 +145,18 @@ class MicroBatch:
 
     Args:
         payload: What its training step was called with, by reference.
-        rng: The generators right before it ran.
-        contents: What the payload was made of then.
-        captured: The window's participants then.
+        contents: What the payload was made of right before it ran.
+        start: Everything else then.
     """
 
     payload: Any
-    rng: RngState
     contents: Contents
-    captured: list[Any]
+    start: Snapshot
 
-    @property
-    def untouched(self) -> bool:
-        """Whether the payload has not been changed since, neither a tensor in place nor an entry of a container."""
-        return self.contents.still(self.payload)
+    def restore(self) -> None:
+        """Set everything back to where it was right before the micro-batch ran."""
+        self.contents.restore()
+        self.start.restore()
 
 
 class Window:
@@ -188,8 +183,11 @@ class Window:
 
     def add(self, payload: Any) -> None:
         """Take in the micro-batch that is about to run."""
-        captured = [participant.capture() for participant in self._participants]
-        self._micro_batches.append(MicroBatch(payload, RngState.capture(), Contents.of(payload), captured))
+        self._micro_batches.append(MicroBatch(payload, Contents.of(payload), self.snapshot()))
+
+    def snapshot(self) -> Snapshot:
+        """Generators and participants as they are now."""
+        return Snapshot.take(self._participants)
 
     def __len__(self) -> int:
         return len(self._micro_batches)
@@ -203,17 +201,15 @@ class Window:
     def obstacle(self) -> str:
         """Why the window cannot be run again; empty if it can."""
         for index, micro_batch in enumerate(self._micro_batches):
-            if not micro_batch.untouched:
-                return f"the training step changed its batch in place (micro-batch {index})"
+            if micro_batch.contents.overwritten:
+                return f"the training step wrote to a tensor of its batch in place (micro-batch {index})"
         return ""
 
     def begin(self) -> MicroBatch:
         """The next pending micro-batch; if it runs again, with everything as it found it at first."""
         micro_batch = self._micro_batches[self.position]
         if self._rewound:
-            micro_batch.rng.restore()
-            for participant, state in zip(self._participants, micro_batch.captured, strict=True):
-                participant.restore(state)
+            micro_batch.restore()
         return micro_batch
 
     def finish(self) -> None:
@@ -222,6 +218,6 @@ class Window:
         self._rewound = self._rewound and bool(self.pending)
 
     def rewind(self) -> None:
-        """All micro-batches are to run again. Until then nothing is set back: a validation may be under way."""
+        """All micro-batches are to run again. Nothing is set back before they do."""
         self.position = 0
         self._rewound = True

@@ -16,7 +16,7 @@ from cluster import RankResult, free_port, run_ranks, values
 
 from lightning_accelpact.recovery.fault import Fault, FaultKind, FaultPoint
 
-NEVER_EQUAL = ("incidents", "pending")
+NEVER_EQUAL = ("incidents", "pending", "folder", "hint")
 
 PLACES: dict[str, dict[str, Any]] = {
     "before-first-forward": {"point": FaultPoint.START, "update": 0},
@@ -101,9 +101,20 @@ VOTE = Fault(point=FaultPoint.VOTE, update=1, rank=0, kind=FaultKind.EXCEPTION)
 STEP = Fault(point=FaultPoint.STEP, update=4, rank=1)
 
 
-@pytest.mark.parametrize("option", ["jointly", "closure", "sharded"])
-def test_other_ways_to_write_it(option: str) -> None:
-    check(jobs_fabric.train, [BACKWARD, VOTE, STEP], **{option: True})
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "jointly": {"jointly": True},
+    "closure": {"closure": True},
+    "sharded-by-hand": {"sharded": True},
+    "compiled-blocks": {"compiled": "blocks"},
+    "compiled-whole": {"compiled": "whole"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_other_ways_to_write_it(way: str) -> None:
+    check(jobs_fabric.train, [BACKWARD, VOTE, STEP], **OTHER_WAYS[way])
 
 
 def test_module_and_optimizer_may_be_set_up_in_one_call() -> None:
@@ -138,7 +149,6 @@ def test_a_fault_in_an_evaluation(victim: int, kind: FaultKind) -> None:
     compare(results_of(jobs_fabric.train, evaluation=fault), results_of(jobs_fabric.train))
 
 
-@pytest.mark.xfail(reason="every collective struck at one frontier uses up max_repairs_per_update", strict=False)
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("kind", list(FaultKind), ids=lambda kind: kind.value)
 def test_a_fault_in_each_collective(kind: FaultKind, late: bool) -> None:
@@ -149,19 +159,20 @@ def test_a_fault_in_each_collective(kind: FaultKind, late: bool) -> None:
         assert wanted["incidents"] == 0 < result["incidents"]
 
 
-@pytest.mark.xfail(reason="a fault while Fabric saves or loads a checkpoint is not solved yet", strict=False)
 @pytest.mark.parametrize("one_file", [False, True], ids=["file-per-rank", "one-file"])
 def test_a_fault_while_a_checkpoint_is_saved_or_loaded(one_file: bool, tmp_path: Path) -> None:
     save = Fault(point=FaultPoint.BOUNDARY, update=2, rank=3)
     load = Fault(point=FaultPoint.BOUNDARY, update=4, rank=0, kind=FaultKind.EXCEPTION)
+    expected = results_of(jobs_fabric.checkpointed, str(tmp_path / "expected"), one_file=one_file)
     for late in (False, True):
-        folder = tmp_path / str(late)
-        for result in results_of(jobs_fabric.checkpointed, str(folder), save, load, late=late, one_file=one_file):
-            assert result["loaded"] == result["saved"]
-            assert result["digest"] == result["ended"] != result["saved"]
-            assert result["update"] == 2
-            assert len(result["incidents"]) >= 2
-            assert f"resume from {folder / 'checkpoint'} (fabric.load), which replays 4 updates" == result["hint"]
+        folder = str(tmp_path / str(late))
+        results = results_of(jobs_fabric.checkpointed, folder, save, load, late=late, one_file=one_file)
+        compare(results, expected)
+        for result in results:
+            assert len(result["incidents"]) == 2
+            assert (result["update"], result["folder"]) == (2, folder)
+            assert result["loaded"] not in (result["ended"], result["digest"])
+            assert f"resume from {folder}/checkpoint (fabric.load), which replays 4 updates" == result["hint"]
 
 
 # -- the account
@@ -198,15 +209,21 @@ REFUSALS = {
     " fabric.setup() has sharded: make it after model = fabric.setup(model)",
     "used optimizer": "MisconfigurationException: none of the parameters of AdamW belongs",
     "closure twice": "UpdateMisuse: ",
-    "plain backward": "RuntimeError: The current strategy and precision selection requires you to call `fabric.backward",
 }
 
 
-@pytest.mark.xfail(reason="which rank reports a misuse first is not settled yet", strict=False)
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_misuse_is_refused(kind: str) -> None:
     for said in values(run_ranks(jobs_fabric.misuse, 2, kind)):
         assert said.startswith(REFUSALS[kind])
+
+
+def test_a_backward_pass_of_torchs_own_is_refused() -> None:
+    # Fabric says so with a RuntimeError, as communication does; so a rank that has already heard of it stops for that
+    for result in run_ranks(jobs_fabric.misuse, 2, "plain backward"):
+        assert result.exit_code in (0, 86)
+        said = f"{result.value} {result.output}"
+        assert "RuntimeError: The current strategy and precision selection requires you to call `fabric.backward" in said
 
 
 @pytest.mark.parametrize("choice", ["refuse", "Update", None])
@@ -224,13 +241,12 @@ def stopped(results: list[RankResult]) -> list[str]:
 def test_an_update_that_changed_its_batch_stops() -> None:
     fault = Fault(point=FaultPoint.BACKWARD, update=1, rank=1, kind=FaultKind.EXCEPTION)
     for output in stopped(run_ranks(jobs_fabric.changes_its_batch, 2, fault)):
-        assert "changed its batch in place" in output
+        assert "wrote to a tensor of its batch in place" in output
 
 
-@pytest.mark.xfail(reason="a plain Fabric loop with fail_stop is not proven yet", strict=False)
 def test_a_loop_as_it_is_trains_and_stops_on_a_fault() -> None:
     expected = values(run_ranks(jobs_fabric.as_it_is, 2))
-    between = Fault(point=FaultPoint.VOTE, update=2, rank=1)
+    between = Fault(point=FaultPoint.VOTE, update=2, rank=1, kind=FaultKind.EXCEPTION)
     results = values(run_ranks(jobs_fabric.as_it_is, 2, [between]))
     compare(results, expected)
     inside = Fault(point=FaultPoint.BACKWARD, update=2, rank=1, kind=FaultKind.EXCEPTION)
@@ -250,7 +266,7 @@ from lightning.fabric import Fabric
 from lightning_accelpact import FabricHSDPStrategy, FaultPlan
 
 faults = FaultPlan.parse(["boundary@2:1"]) if "boundary" in sys.argv else None
-fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricHSDPStrategy(faults=faults, collective_timeout=30))
+fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricHSDPStrategy(shard=2, faults=faults))
 fabric.launch()
 model = fabric.setup(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
 optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
@@ -265,7 +281,7 @@ if "error" in sys.argv and fabric.global_rank == 1:
     raise ValueError("out of luck")
 if "forward" in sys.argv:
     if fabric.global_rank == 1:
-        fabric.strategy.machine._communicators.links.cut()
+        fabric.strategy.runtime.session.communicators.links.cut()
     model(torch.ones(1, 4))
 if "barrier" in sys.argv:
     fabric.barrier()

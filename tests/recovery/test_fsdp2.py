@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import adapters
-import jobs_recovery
+import jobs_fsdp2
 import pytest
 import torch
 from cluster import run_ranks, values
@@ -29,7 +29,7 @@ _TORCH = f"torch {torch.__version__}"
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
     """What four ranks have found, the same on all of them."""
-    found = values(run_ranks(jobs_recovery.fsdp_facts, 4))
+    found = values(run_ranks(jobs_fsdp2.fsdp_facts, 4))
     assert all(one == found[0] for one in found)
     return found[0]
 

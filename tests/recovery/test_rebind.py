@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jobs_recovery
+import jobs_fsdp2
 import pytest
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ def test_a_plain_model_has_no_references() -> None:
 
 def test_a_real_model_trains_on_over_new_groups() -> None:
     """Four ranks as 2 x 2: every group is replaced between two updates of a model of 3 blocks and a root."""
-    for facts in values(run_ranks(jobs_recovery.rebind_a_model, 4)):
+    for facts in values(run_ranks(jobs_fsdp2.rebind_a_model, 4)):
         places = 2 * (3 + 1) + 2  # both groups, for each block and the root, and in the mesh's registry
         assert facts["before"] == places
         kind, message = facts["refused"]  # with one replacement missing

@@ -215,7 +215,7 @@ def test_each_micro_batch_keeps_the_generators_it_began_with() -> None:
         drawn.append(torch.rand(2).tolist() + [random.random(), np.random.rand()])
     again = []
     for micro_batch in reversed(frame.pending):  # in any order
-        micro_batch.rng.restore()
+        micro_batch.start.restore()
         again.append(torch.rand(2).tolist() + [random.random(), np.random.rand()])
     assert again[::-1] == drawn
 
@@ -242,18 +242,21 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "writing to a copy": lambda batch: batch["x"].clone().add_(1),
 }
 
-IN_PLACE: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a tensor": lambda batch: batch["x"].add_(1),
-    "a tensor deep inside": lambda batch: batch["pair"][1][0].zero_(),
-    "a view": lambda batch: batch["x"][1:].mul_(2),
-    "an element": lambda batch: batch["x"].__setitem__(0, 5.0),
-    "resized": lambda batch: batch["x"].resize_(2),
+CONTAINERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "an entry replaced": lambda batch: batch.update(x=batch["x"] * 2),
     "an entry removed": lambda batch: batch.pop("x"),
     "an entry added": lambda batch: batch.update(mask=torch.ones(4)),
     "a list's member replaced": lambda batch: batch["pair"][1].__setitem__(0, torch.ones(1)),
     "a list made longer": lambda batch: batch["pair"][1].append(torch.ones(1)),
     "a plain value replaced": lambda batch: batch.update(number=4),
+}
+
+IN_PLACE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a tensor": lambda batch: batch["x"].add_(1),
+    "a tensor deep inside": lambda batch: batch["pair"][1][0].zero_(),
+    "a view": lambda batch: batch["x"][1:].mul_(2),
+    "an element": lambda batch: batch["x"].__setitem__(0, 5.0),
+    "resized": lambda batch: batch["x"].resize_(2),
 }
 
 
@@ -273,12 +276,29 @@ def test_no_obstacle(change: Callable[[dict[str, Any]], Any]) -> None:
     assert frame.obstacle == ""
 
 
+@pytest.mark.parametrize("change", CONTAINERS.values(), ids=CONTAINERS)
+def test_containers_of_a_batch_are_filled_again(change: Callable[[dict[str, Any]], Any]) -> None:
+    batch = untouched_batch()
+    before, inner = dict(batch), batch["pair"][1]
+    members = list(inner)
+    frame = window_with(batch)
+    frame.begin()
+    change(batch)
+    assert frame.obstacle == ""
+    frame.rewind()
+    again = frame.begin().payload["batch"]
+    assert again is batch
+    assert again["pair"][1] is inner
+    assert list(map(id, inner)) == list(map(id, members))
+    assert {name: id(value) for name, value in again.items()} == {name: id(value) for name, value in before.items()}
+
+
 @pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
 def test_a_batch_changed_in_place_is_an_obstacle(change: Callable[[dict[str, Any]], Any]) -> None:
     batch = untouched_batch()
     frame = window_with(untouched_batch(), batch)
     change(batch)
-    assert frame.obstacle == "the training step changed its batch in place (micro-batch 1)"
+    assert frame.obstacle == "the training step wrote to a tensor of its batch in place (micro-batch 1)"
 
 
 def test_a_change_before_the_micro_batch_began_is_none() -> None:

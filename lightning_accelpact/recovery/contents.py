@@ -1,0 +1,97 @@
+"""What a batch is made of: its containers, which can be set back, and its tensors, of which a change can be noticed."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_CONTAINERS = (dict, list, set, deque)
+_SCALARS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a payload at one moment.
+
+    Containers and arrays are copied, since they are small; tensors may be as large as the device allows, so it is only
+    noted how often each had been written to.
+
+    Args:
+        parts: Every container and array, with a shallow copy of it.
+        versions: Every tensor, with its version counter.
+    """
+
+    parts: list[tuple[Any, Any]]
+    versions: list[tuple[torch.Tensor, int]]
+
+    @classmethod
+    def of(cls, payload: Any) -> Contents:
+        """The contents as they are now.
+
+        Args:
+            payload: Nested dictionaries, lists, sets, queues, tuples and objects that can be moved to a device (``to``),
+                which are what a loader makes batches of. Any other object counts as one that does not change.
+        """
+        parts: list[tuple[Any, Any]] = []
+        versions: list[tuple[torch.Tensor, int]] = []
+        for value in _walk(payload):
+            if not isinstance(value, torch.Tensor):
+                parts.append((value, copy.copy(value)))
+            elif not value.is_inference():  # which has no counter
+                versions.append((value, value._version))
+        return cls(parts, versions)
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether a tensor has been written to since, so that the contents cannot be set back."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+    def restore(self) -> None:
+        """Fill every container and array with what it held, in place: others may hold it too."""
+        for part, content in self.parts:
+            if isinstance(part, _CONTAINERS):
+                refill(part, content)
+            else:
+                part[...] = content
+
+
+def refill(container: Any, content: Any) -> None:
+    """Replace what a dictionary, list, set or queue holds."""
+    content = copy.copy(content)
+    container.clear()
+    getattr(container, "update" if isinstance(container, (set, dict)) else "extend")(content)
+
+
+def _walk(payload: Any) -> Iterator[Any]:
+    """Every container, array and tensor of a payload, each once."""
+    seen: set[int] = set()
+    stack = [payload]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _SCALARS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _CONTAINERS):
+            yield value
+            stack.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, (tuple, frozenset)):
+            stack.extend(value)
+        elif isinstance(value, torch.Tensor) or _is_array(value):
+            yield value
+        elif _is_movable(value):
+            stack.append(vars(value))
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_movable(value: Any) -> bool:
+    return hasattr(value, "__dict__") and callable(getattr(type(value), "to", None)) and not isinstance(value, torch.nn.Module)
