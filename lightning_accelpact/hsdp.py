@@ -94,7 +94,12 @@ class ResilientHSDP:
         Args:
             redo: Whether an update can be run again.
         """
-        shape = self.runtime.check(num_nodes=self.num_nodes, devices_per_node=self.num_processes)
+        shape = self.runtime.check(
+            num_nodes=self.num_nodes,
+            devices_per_node=self.num_processes,
+            backend=self._get_process_group_backend(),
+            device_type=self.root_device.type,
+        )
         if shape.caveat:
             rank_zero_warn(f"accelpact_hsdp: {shape.caveat}")
         self.accelerator.setup_device(self.root_device)

@@ -31,12 +31,15 @@ class Registry(dict):
         if name in self:
             raise ValueError(name)
         self[name] = strategy
-StrategyRegistry = Registry()
+StrategyRegistry = STRATEGY_REGISTRY = Registry()
 """
 
+# Either package may be imported without the other: each has a registry of its own
 REGISTERED = """
 import lightning.pytorch.strategies as strategies
-print("accelpact_hsdp" in strategies.StrategyRegistry)
+import lightning.fabric.strategies as fabric
+registries = [strategies.StrategyRegistry, fabric.STRATEGY_REGISTRY]
+print(*{str("accelpact_hsdp" in registry) for registry in registries})
 """
 
 OURS_OFF = {"ACCELPACT_AUTOLOAD": "0"}
@@ -66,6 +69,8 @@ def stand_ins(site: Path) -> Path:
     write(site / "lightning" / "__init__.py", "import torch\n")
     write(site / "lightning" / "pytorch" / "__init__.py", "from lightning.pytorch import strategies\n")
     write(site / "lightning" / "pytorch" / "strategies.py", STRATEGIES)
+    write(site / "lightning" / "fabric" / "__init__.py", "from lightning.fabric import strategies\n")
+    write(site / "lightning" / "fabric" / "strategies.py", STRATEGIES)
     return site
 
 
@@ -86,7 +91,10 @@ def output(code: str, site: Path, **switches: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("imports", ["", "import torch", "import lightning.pytorch", "import lightning_accelpact"])
+@pytest.mark.parametrize(
+    "imports",
+    ["", "import torch", "import lightning.pytorch", "import lightning.fabric", "import lightning_accelpact"],
+)
 def test_registered_by_installation_alone(stand_ins: Path, imports: str) -> None:
     assert output(imports + REGISTERED, stand_ins) == "True"
 
@@ -105,6 +113,7 @@ class TestSwitchedOff:
             "import lightning_accelpact._autoload, torch",
             "import torch, lightning_accelpact",
             "import lightning.pytorch, lightning_accelpact",
+            "import lightning.fabric, lightning_accelpact",
             "import torch, lightning.pytorch, lightning_accelpact",
         ],
     )
@@ -145,17 +154,19 @@ print(strategies.StrategyRegistry["accelpact_hsdp"] is print)
     assert output(code, stand_ins, **OURS_OFF) == "True"
 
 
-def test_changed_registry_does_not_break_lightning(stand_ins: Path) -> None:
-    write(stand_ins / "lightning" / "pytorch" / "strategies.py", "")
-    result = run("import lightning.pytorch.strategies; print('imported')", stand_ins)
+@pytest.mark.parametrize(("package", "registry"), [("pytorch", "StrategyRegistry"), ("fabric", "STRATEGY_REGISTRY")])
+def test_changed_registry_does_not_break_lightning(stand_ins: Path, package: str, registry: str) -> None:
+    write(stand_ins / "lightning" / package / "strategies.py", "")
+    result = run(f"import lightning.{package}.strategies; print('imported')", stand_ins)
     assert result.stdout == "imported\n"
     assert result.stderr.count("accelpact_hsdp is not available") == 1
-    assert "has no attribute 'StrategyRegistry'" in result.stderr
+    assert f"has no attribute '{registry}'" in result.stderr
 
 
-def test_import_error_of_lightning_is_not_hidden(stand_ins: Path) -> None:
-    write(stand_ins / "lightning" / "pytorch" / "strategies.py", "raise ImportError('the cause')\n")
-    result = run("import lightning.pytorch.strategies", stand_ins)
+@pytest.mark.parametrize("package", ["pytorch", "fabric"])
+def test_import_error_of_lightning_is_not_hidden(stand_ins: Path, package: str) -> None:
+    write(stand_ins / "lightning" / package / "strategies.py", "raise ImportError('the cause')\n")
+    result = run(f"import lightning.{package}.strategies", stand_ins)
     assert result.returncode == 1
     assert "ImportError: the cause" in result.stderr
 
@@ -176,14 +187,31 @@ assert type(trainer.strategy) is ResilientHSDPStrategy, type(trainer.strategy)
     assert result.returncode == 0, result.stderr
 
 
+def test_real_fabric_knows_the_name_and_loads_the_strategy_late(site: Path) -> None:
+    code = """
+import sys
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+assert STRATEGY_REGISTRY["accelpact_hsdp"]["description"]
+assert "lightning_accelpact.fabric" not in sys.modules
+fabric = Fabric(strategy="accelpact_hsdp", accelerator="cpu", devices=4)
+from lightning_accelpact import FabricHSDPStrategy
+assert type(fabric.strategy) is FabricHSDPStrategy, type(fabric.strategy)
+"""
+    result = run(code, site)
+    assert result.returncode == 0, result.stderr
+
+
 def test_real_frameworks_switched_off_until_the_explicit_import(site: Path) -> None:
     code = """
 import sys, torch
 assert "lightning_accelpact" not in sys.modules
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
-assert "accelpact_hsdp" not in StrategyRegistry
+assert "accelpact_hsdp" not in (*StrategyRegistry, *STRATEGY_REGISTRY)
 import lightning_accelpact
 assert "accelpact_hsdp" in StrategyRegistry
+assert "accelpact_hsdp" in STRATEGY_REGISTRY
 """
     result = run(code, site, **OURS_OFF)
     assert result.returncode == 0, result.stderr

@@ -6,17 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-TRAIN = Path(__file__).parents[1] / "examples" / "train_lightning.py"
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ("--updates", "3", "--layers", "2", "--width", "16", "--context", "16", "--batch-size", "2")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TRAIN), *SMALL, *arguments]
+def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / example), *SMALL, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_training_survives_a_fault_and_proves_it() -> None:
-    result = run("--fault", "backward@1:3", "--verify")
+@pytest.mark.parametrize("example", ["train_lightning.py", "train_fabric.py"])
+def test_training_survives_a_fault_and_proves_it(example: str) -> None:
+    result = run(example, "--fault", "backward@1:3", "--verify")
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if line.strip()]
     assert lines[-1] == "bit-exact: yes"
@@ -25,6 +28,6 @@ def test_training_survives_a_fault_and_proves_it() -> None:
 
 
 def test_fault_that_cannot_strike_is_refused() -> None:
-    result = run("--fault", "backward@3:1")
+    result = run("train_fabric.py", "--fault", "backward@3:1")
     assert result.returncode == 2
     assert "backward@3:1 never strikes: there are updates 0 to 2" in result.stderr

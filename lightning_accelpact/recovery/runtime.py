@@ -115,12 +115,23 @@ class HsdpRuntime:
 
     # -- set-up
 
-    def check(self, *, num_nodes: int, devices_per_node: int) -> HsdpShape:
+    def check(self, *, num_nodes: int, devices_per_node: int, backend: str, device_type: str) -> HsdpShape:
         """Check the options against the world; nothing is started.
+
+        Args:
+            num_nodes: Number of machines.
+            devices_per_node: Processes on each.
+            backend: Backend of the training groups, ``gloo`` or ``nccl``.
+            device_type: Type of the device that holds the model.
 
         Raises:
             ValueError: names the value, what is allowed and what to do.
         """
+        if "nccl" in backend and device_type != "cuda":
+            raise ValueError(
+                f'process_group_backend="{backend}" needs CUDA devices, but the model is on {device_type}: leave it out, or'
+                ' choose "gloo"'
+            )
         self.shape = HsdpShape.resolve(*self._sizes, num_nodes=num_nodes, devices_per_node=devices_per_node)
         self._plan.validate(self.shape.replicate * self.shape.shard)
         if self.options.control_interface is not None:

@@ -59,8 +59,8 @@ def test_restart_fail_stops_every_rank_with_all_that_a_supervisor_needs(tmp_path
         message = result.error.splitlines()[-1]
         assert f"fail-stop on rank {rank} in phase {incident['phase']} at frontier 2: redo is needed" in message
         assert f"resume from {checkpoint} (ckpt_path), which replays 1 updates (exit code 86)" in message
-        print(f"rank {rank}: detected after {incident['detect_s'] * 1e3:.1f} ms, stopped {incident['total_s'] * 1e3:.1f} ms"
-              " later")  # fmt: skip
+        detected, stopped = incident["detect_s"] * 1e3, incident["total_s"] * 1e3
+        print(f"rank {rank}: detected after {detected:.1f} ms, stopped {stopped:.1f} ms later")
 
 
 def test_restart_without_a_checkpoint_says_so() -> None:
@@ -105,13 +105,13 @@ def refusals() -> dict[str, tuple[str, str, bool]]:
 
 
 REFUSED: dict[str, tuple[str, list[str]]] = {
-    "sizes that do not multiply": ("ValueError", ["replicate=3 x shard=2 makes 6 processes", "choose one of 1 x 4, 2 x 2"]),
+    "sizes that do not multiply": ("ValueError", ["replicate=3 x shard=2 makes 6", "choose one of 1 x 4, 2 x 2"]),
     "one process only": ("ValueError", ["at least 2 processes", "got 1"]),
     "unknown option": ("TypeError", ["unexpected keyword argument 'replicas'"]),
     "CUDA that is absent": ("MisconfigurationException", ["CUDAAccelerator", "not available", "['cpu']"]),
-    "NCCL without CUDA": ("RuntimeError", ["NCCL"]),
-    "collectives longer than the budget": ("ValueError", ["collective_timeout=200 s must be shorter than repair_budget=120"]),
-    "rebuilds longer than collectives": ("ValueError", ["rebuild_timeout=60 s must be shorter than collective_timeout=60"]),
+    "NCCL without CUDA": ("ValueError", ['process_group_backend="nccl"', "needs CUDA devices", "on cpu"]),
+    "collectives longer than the budget": ("ValueError", ["collective_timeout=200 s must be shorter than"]),
+    "rebuilds longer than collectives": ("ValueError", ["rebuild_timeout=60 s must be shorter than"]),
     "unknown interface": ("ValueError", ["control_interface='nowhere0'", "'lo'"]),
     "victim that does not exist": ("ValueError", ["names rank 7", "0 to 3"]),
     "what to wrap": ("ValueError", ["wrap='blocks'", '"auto" or a set of']),
@@ -120,14 +120,14 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", jobs_must_show.BAD_INPUT)
-def test_bad_input_is_refused_before_any_process_group(case: str, refusals: dict[str, tuple[str, str, bool]]) -> None:
-    kind, message, initialized = refusals[case]
+def test_bad_input_is_refused_before_anything_starts(case: str, refusals: dict[str, tuple[str, str, bool]]) -> None:
+    kind, message, started = refusals[case]
     wanted, parts = REFUSED[case]
     assert kind == wanted, message
     for part in parts:
         assert part in message
     assert "\n" not in message.strip()
-    assert not initialized
+    assert not started
 
 
 # -- a bug of the user's own
@@ -222,7 +222,8 @@ def test_the_precision_that_lightning_refuses_for_fsdp2_by_name() -> None:
 
 def launch(folder: Path, command: list[str], update: int, rank: int) -> list[dict[str, Any]]:
     """Run the script in fresh interpreters; what each of the four ranks ended with."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "WORLD_SIZE", "RANK")}
+    set_by_launchers = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), environment.get("PYTHONPATH", "")])
     arguments = [str(TESTS / "launched.py"), str(folder), str(update), str(rank)]
     result = subprocess.run(
