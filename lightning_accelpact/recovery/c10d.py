@@ -10,12 +10,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 CHECKED_TORCH = ("2.13",)
 
@@ -175,7 +178,7 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
         if timeout != _NO_TIMEOUT:
             return _native_wait(work, timeout)
         if work._get_op_type() in _INDIVISIBLE:
-            return _Waiting(lambda: _native_wait(work)).result(interrupted)
+            return _Waiter.result(lambda: _native_wait(work), interrupted)
         while True:
             try:
                 return _native_wait(work, _SLICE)
@@ -188,7 +191,7 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
     def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return _native_wait_tensor(tensor)
-        return _Waiting(lambda: _native_wait_tensor(tensor)).result(interrupted)
+        return _Waiter.result(lambda: _native_wait_tensor(tensor), interrupted)
 
     dist.Work.wait = wait
     _functional_collectives.wait_tensor = wait_tensor
@@ -199,38 +202,59 @@ _INDIVISIBLE = {int(kind) for kind in (_OpType.SEND, _OpType.RECV, _OpType.RECVA
 _INTERRUPTED = "the collective was interrupted: its links are down"
 
 
-class _Waiting:
-    """Waits in a thread of its own, which outlives it if the wait is given up.
+class _Waiter:
+    """A thread that waits in the place of others, one wait at a time; it outlives a wait that is given up.
 
-    Args:
-        wait: Waits, under this thread's gradient and inference mode.
+    Not an executor of the standard library: that would join its threads when the interpreter exits.
     """
 
-    def __init__(self, wait: Callable[[], Any]) -> None:
-        self._wait = wait
-        self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        self._result: Any = None
-        self._error: RuntimeError | None = None
-        self._ended = threading.Event()
+    _idle: ClassVar[list[_Waiter]] = []
+
+    def __init__(self) -> None:
+        self._waits: SimpleQueue[_Wait] = SimpleQueue()
         threading.Thread(target=self._run, name="accelpact-wait", daemon=True).start()
 
     def _run(self) -> None:
+        while True:
+            wait = self._waits.get()
+            wait.run()
+            self._idle.append(self)
+            wait.ended.set()
+
+    @classmethod
+    def result(cls, function: Callable[[], T], interrupted: Callable[[], bool]) -> T:
+        """What ``function`` returns, called in another thread; raises its error if it fails, or if interrupted."""
+        try:
+            waiter = cls._idle.pop()
+        except IndexError:
+            waiter = cls()
+        wait = _Wait(function)
+        waiter._waits.put(wait)
+        while not wait.ended.wait(_SLICE.total_seconds()):
+            if interrupted():
+                raise dist.DistBackendError(_INTERRUPTED)
+        if wait.error is not None:
+            raise wait.error
+        return wait.value
+
+
+class _Wait:
+    """One wait, done under the gradient and inference mode of the thread that asks for it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        self.value: Any = None
+        self.error: RuntimeError | None = None
+        self.ended = threading.Event()
+
+    def run(self) -> None:
         grad, inference = self._modes
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                self._result = self._wait()
+                self.value = self._function()
         except RuntimeError as error:
-            self._error = error
-        self._ended.set()
-
-    def result(self, interrupted: Callable[[], bool]) -> Any:
-        """What the wait has returned; raises its error if it failed."""
-        while not self._ended.wait(_SLICE.total_seconds()):
-            if interrupted():
-                raise dist.DistBackendError(_INTERRUPTED)
-        if self._error is not None:
-            raise self._error
-        return self._result
+            self.error = error
 
 
 def mesh_registries(mesh: DeviceMesh) -> list[dict[str, dist.ProcessGroup]]:
