@@ -8,7 +8,6 @@ attribute moves.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -183,16 +182,16 @@ def _as_if_training(trainer: pl.Trainer) -> Iterator[None]:
 
 
 class _Progress:
-    """Lightning's optimizer counters."""
+    """Lightning's optimizer counters; their state is a copy."""
 
     def __init__(self, loop: ResilientOptimization) -> None:
         self._loop = loop
 
     def capture(self) -> dict[str, Any]:
-        return copy.deepcopy(self._loop.optim_progress.state_dict())
+        return self._loop.optim_progress.state_dict()
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._loop.optim_progress.load_state_dict(copy.deepcopy(state))
+        self._loop.optim_progress.load_state_dict(state)
 
 
 def _participants(trainer: pl.Trainer, results: Callable[[], dict[str, Metric]]) -> list[Participant]:
@@ -279,16 +278,16 @@ def configured_by_strategy(module: pl.LightningModule) -> Iterator[None]:
 
 
 class _ManualProgress:
-    """Lightning's step counters of manual optimization."""
+    """Lightning's step counters of manual optimization; their state is a copy."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
 
     def capture(self) -> dict[str, Any]:
-        return copy.deepcopy(self._progress.state_dict())
+        return self._progress.state_dict()
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._progress.load_state_dict(copy.deepcopy(state))
+        self._progress.load_state_dict(state)
 
 
 def manual_window(trainer: pl.Trainer) -> Window:

@@ -118,9 +118,12 @@ def _names_of_a_new(cls: type) -> frozenset[str]:
     return frozenset(vars(cls()))
 
 
+_FSDP_NAMES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
 def _plain_names(owner: Any) -> list[str]:
     framework = _framework_names(owner)
-    return [name for name in vars(owner) if name not in framework]
+    return [name for name in vars(owner) if name not in framework and not name.startswith(_FSDP_NAMES)]
 
 
 def _plain_attributes(owner: Any) -> dict[str, tuple[Any, Any]]:

@@ -72,12 +72,13 @@ class Buffers:
 
     def capture(self) -> list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]:
         """(owner, name, the buffer itself, its copy) for every buffer."""
-        return [
-            (owner, name, buffer, buffer.detach().clone())
-            for owner in walk(self._module)
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
+        with torch.no_grad():
+            return [
+                (owner, name, buffer, buffer.clone())
+                for owner in walk(self._module)
+                for name, buffer in owner._buffers.items()
+                if buffer is not None
+            ]
 
     def restore(self, state: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]) -> None:
         """Write the copies back into the buffers that were there, also where a module has put another in place."""
