@@ -83,24 +83,31 @@ class Regressor(pl.LightningModule):
         return DataLoader(data, batch_size=_BATCH_SIZE)
 
 
-def fit(workload: Workload, *, faults: Iterable[Fault] = (), callbacks: Iterable[pl.Callback] = ()) -> pl.Trainer:
+def fit(
+    workload: Workload,
+    *,
+    faults: Iterable[Fault] = (),
+    callbacks: Iterable[pl.Callback] = (),
+    uncommitted: str = "retry",
+) -> pl.Trainer:
     """Train on this rank and return the trainer; the strategy keeps the incidents.
 
     Args:
         workload: What to train.
         faults: Strike on the way.
         callbacks: Besides the goodput accounting that every run has.
+        uncommitted: The strategy's option: what a fault inside an update is answered with.
     """
     torch.set_num_threads(1)
     for name in ("lightning.pytorch", "lightning.fabric", "accelpact"):
         logging.getLogger(name).setLevel(logging.ERROR)
     pl.seed_everything(1, verbose=False)
-    trainer = _trainer(workload, FaultPlan(faults), list(callbacks))
+    trainer = _trainer(workload, FaultPlan(faults), list(callbacks), uncommitted)
     trainer.fit(Regressor(workload))
     return trainer
 
 
-def _trainer(workload: Workload, faults: FaultPlan, callbacks: list[pl.Callback]) -> pl.Trainer:
+def _trainer(workload: Workload, faults: FaultPlan, callbacks: list[pl.Callback], uncommitted: Any) -> pl.Trainer:
     options: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
@@ -108,7 +115,11 @@ def _trainer(workload: Workload, faults: FaultPlan, callbacks: list[pl.Callback]
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=ResilientHSDPStrategy(
-            collective_timeout=60, repair_budget=120, faults=faults, goodput=GoodputCallback(print_summary=False)
+            collective_timeout=60,
+            repair_budget=120,
+            uncommitted=uncommitted,
+            faults=faults,
+            goodput=GoodputCallback(print_summary=False),
         ),
         max_steps=workload.updates,
         gradient_clip_val=1.0,

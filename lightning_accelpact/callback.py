@@ -1,15 +1,16 @@
-"""Goodput accounting for a fit: live in the progress bar, summarised at its end, kept as JSON lines."""
+"""Goodput accounting for a fit: live in the progress bar and the loggers, summarised at its end, kept as JSON lines."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from rich.console import Console
 
+from lightning_accelpact.collective import MetricSync
 from lightning_accelpact.goodput import (
     GoodputAccount,
     GoodputOptions,
@@ -19,6 +20,7 @@ from lightning_accelpact.goodput import (
     process_age,
     render,
 )
+from lightning_accelpact.goodput.metric import GoodputMetric
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -33,12 +35,14 @@ class GoodputCallback(Callback):
     """Says at the end of a fit what the time went to, what the faults cost and what recovery from memory saved.
 
     It sets the base class of the ledger at the Trainer's hooks (see :class:`~.goodput.TimeClass` for when each class
-    holds) and issues no collective of its own. From the strategy it takes what it finds there:
+    holds). It communicates for the loggers alone, and for the summary through ``gather_json``. From the strategy it
+    takes what it finds there:
 
     * ``ledger``: the :class:`~.goodput.Ledger` to write to; without one the callback keeps its own.
     * ``incidents``: ``list[Incident]``, those of this rank. The detection and the redone work that a new one states
       are taken out of the ledger's productive time at the end of its micro-batch, so the strategy must not do so.
     * ``committed_updates``: the committed frontier; else ``trainer.global_step``.
+    * ``operations``: repairs a fault in the gathering for the loggers, and runs it again.
     * ``gather_json(obj) -> list | None``: every rank's object; without it, or if it gives None, the summary covers
       this rank alone and says so.
 
@@ -61,9 +65,13 @@ class GoodputCallback(Callback):
             saved. None counts 0 s and makes the estimate a lower bound.
         progress_bar_metric: Show the goodput of this rank so far as ``goodput`` in the progress bar, renewed once a
             second.
+        log_every_n_updates: After how many updates the goodput of all ranks so far goes to the trainer's loggers, and
+            once more at the end of training. ``"auto"``: as the Trainer's ``log_every_n_steps``. 0: never. Each time
+            costs two gathers over all ranks (:class:`~.goodput.metric.GoodputMetric`); without loggers there are none.
 
     Raises:
-        ValueError: if ``restart_seconds`` is negative or not finite.
+        ValueError: if ``restart_seconds`` is negative or not finite, or ``log_every_n_updates`` is neither ``"auto"``
+            nor a whole number of at least 0.
     """
 
     # Whether the time before the setup has been counted: once per process, not once per Trainer
@@ -76,10 +84,12 @@ class GoodputCallback(Callback):
         log_dir: str | Path | None = None,
         restart_seconds: float | None = None,
         progress_bar_metric: bool = True,
+        log_every_n_updates: int | Literal["auto"] = "auto",
     ) -> None:
         options = GoodputOptions(print_summary=print_summary, log_dir=log_dir, restart_seconds=restart_seconds)
         self.progress_bar_metric = progress_bar_metric
         self.summary: GoodputSummary | None = None
+        self._logged = _Logged(log_every_n_updates)
         self._after_all = _AfterAll(self._conclude_together)
         self._fitting = False
         self._resumed = False
@@ -114,6 +124,7 @@ class GoodputCallback(Callback):
         if self._after_all not in trainer.callbacks:
             trainer.callbacks.append(self._after_all)
         self._account.begin(_frontier(trainer), resumed=self._resumed)
+        self._logged.begin(trainer)
         self._ledger.switch(TimeClass.DATA_LOADING)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -129,6 +140,7 @@ class GoodputCallback(Callback):
         self._account.time_update(_frontier(trainer))
         if self.progress_bar_metric and trainer.progress_bar_callback is not None:
             self._show_goodput(pl_module)
+        self._logged.after_updates(trainer, self._account)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The validation loop begins."""
@@ -152,6 +164,7 @@ class GoodputCallback(Callback):
 
     def _conclude_together(self, trainer: Trainer) -> None:
         """Put all ranks' records together, while the strategy can still reach them."""
+        self._logged.publish(trainer, self._account)
         gather = getattr(trainer.strategy, "gather_json", None)
         record = self._account.record(_frontier(trainer), _incidents(trainer))
         self.summary = self._account.conclude((gather(record) if gather else None) or [record])
@@ -184,6 +197,53 @@ class GoodputCallback(Callback):
         if isinstance(bar, RichProgressBar) and bar.progress is not None:
             bar.progress.stop()
         Console().print(render(self.summary))
+
+
+class _Logged:
+    """The goodput of all ranks in the trainer's loggers, at the same updates on every rank.
+
+    Args:
+        every: After how many updates; ``"auto"`` as the trainer logs other values, 0 never.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+
+    def __init__(self, every: int | Literal["auto"]) -> None:
+        if every != "auto" and (not isinstance(every, int) or isinstance(every, bool) or every < 0):
+            raise ValueError(
+                f"log_every_n_updates must be a whole number of at least 0, or 'auto', got {every!r};"
+                " 0 keeps the goodput out of the loggers"
+            )
+        self._wanted = every
+        self._every = 0
+        self._published = 0
+        self._metric = GoodputMetric()
+
+    def begin(self, trainer: Trainer) -> None:
+        """Training begins: find out how often to log, and how to reach the peers."""
+        every = trainer.log_every_n_steps if self._wanted == "auto" else self._wanted
+        self._every = every if trainer.loggers else 0
+        self._published = _frontier(trainer)
+        self._metric = GoodputMetric(dist_sync_fn=MetricSync(getattr(trainer.strategy, "operations", None)))
+        if trainer.world_size > 1:  # else it is never gathered, and some devices lack its dtype
+            self._metric.to(trainer.strategy.root_device)
+
+    def after_updates(self, trainer: Trainer, account: GoodputAccount) -> None:
+        """Publish if enough updates have been committed. Counted, not timed: all ranks must find the same."""
+        if self._every and _frontier(trainer) // self._every > self._published // self._every:
+            self.publish(trainer, account)
+
+    def publish(self, trainer: Trainer, account: GoodputAccount) -> None:
+        """Gather and log the goodput so far, unless it is not wanted."""
+        if not self._every:
+            return
+        self._published = _frontier(trainer)
+        account.take_in(_incidents(trainer))
+        values = self._metric.measure(account.ledger.totals(), account.incident_count)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the axis of all that Lightning logs
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
 
 
 class _AfterAll(Callback):

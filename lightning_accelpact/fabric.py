@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from lightning_accelpact import loop
 from lightning_accelpact.collective import MetricSync
 from lightning_accelpact.goodput import GoodputAccount, GoodputOptions, GoodputSummary, TimeClass, process_age, render
+from lightning_accelpact.goodput.metric import GoodputMetric
 from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
 from lightning_accelpact.participants import Attributes, Metrics, modules_with_attributes
 from lightning_accelpact.recovery import ending, fsdp2
@@ -75,8 +76,9 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         max_repairs_per_update: int = RecoveryOptions.max_repairs_per_update,
         collective_timeout: float = RecoveryOptions.collective_timeout,
         rebuild_timeout: float = RecoveryOptions.rebuild_timeout,
+        heartbeat_deadline: float = RecoveryOptions.heartbeat_deadline,
         control_interface: str | None = None,
-        uncommitted: Literal["redo", "restart"] = "redo",
+        uncommitted: Literal["retry", "redo", "restart"] = "retry",
         manual_optimization: Literal["update", "fail_stop"] = "update",
         goodput: bool | GoodputOptions = True,
         faults: FaultPlan | None = None,
@@ -88,6 +90,7 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             max_repairs_per_update=max_repairs_per_update,
             collective_timeout=collective_timeout,
             rebuild_timeout=rebuild_timeout,
+            heartbeat_deadline=heartbeat_deadline,
             control_interface=control_interface,
             uncommitted=uncommitted,
         )
@@ -271,7 +274,7 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             self._update.enter(Phase.FORWARD)
         elif not self.operations.running:
             rank_zero_warn(
-                "the model is called outside of an update and of an evaluation step, where a fault ends the run: call it"
+                "the model is called outside of an update and of an evaluation step, where a fault may end the run: call it"
                 " in a function given to fabric.strategy.run_update() or fabric.strategy.run()"
             )
 
@@ -347,18 +350,22 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
     # -- checkpoints and the end
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
-        """Write a checkpoint, again from the start if a fault strikes in it; remember it for a restart."""
+        """Write a checkpoint, again from the start if a fault strikes in it; remember it for a restart.
+
+        An error in it, such as that of an unknown key, is the script's to catch; one that nobody catches ends the run
+        on every rank.
+        """
         save = super().save_checkpoint
-        with self.ledger.span(TimeClass.CHECKPOINT_SAVE), self._ending_together():
-            self.operations.run(lambda: save(path, state, storage_options, filter))
+        with self.ledger.span(TimeClass.CHECKPOINT_SAVE):
+            self._run_operation(lambda: save(path, state, storage_options, filter))
         self.runtime.checkpoint_written(path)
         self._account.checkpoint(self.committed_updates)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint into the objects of ``state``."""
+        """Read a checkpoint into the objects of ``state``; of an error the same holds as when one is written."""
         load = super().load_checkpoint
-        with self.ledger.span(TimeClass.CHECKPOINT_RESTORE), self._ending_together():
-            rest = self.operations.run(lambda: load(path, state, *args, **kwargs))
+        with self.ledger.span(TimeClass.CHECKPOINT_RESTORE):
+            rest = self._run_operation(lambda: load(path, state, *args, **kwargs))
         self._account.checkpoint(self.committed_updates)
         return rest
 
@@ -372,6 +379,17 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         self.ledger.switch(TimeClass.OTHER)
         self.runtime.finish()
         self._conclude(self.gather_json(self._record()))
+
+    def goodput_metrics(self) -> dict[str, float]:
+        """The goodput of all ranks so far, for ``fabric.log_dict``; a collective call, between two updates.
+
+        Returns:
+            As of :meth:`~lightning_accelpact.goodput.metric.GoodputMetric.measure`.
+        """
+        self._account.take_in(self.incidents)
+        metric = GoodputMetric(dist_sync_fn=MetricSync(self.operations)).to(self.root_device)
+        with self._ending_together():
+            return metric.measure(self.ledger.totals(), self._account.incident_count)
 
     def _record(self) -> dict[str, Any]:
         return self._account.record(self.committed_updates, self.incidents)

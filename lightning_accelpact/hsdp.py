@@ -137,26 +137,31 @@ class ResilientHSDP:
 
     # -- collectives outside an update
 
+    def _run_operation(self, operation: Callable[[], T]) -> T:
+        """An operation of all ranks. Before the set-up nothing can be repaired, and Lightning's own answer stands."""
+        return operation() if self.operations is None else self.operations.run(operation)
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
-        if self.operations is not None:
-            barrier = super().barrier
-            self.operations.run(lambda: barrier(*args, **kwargs))
+        barrier = super().barrier
+        self._run_operation(lambda: barrier(*args, **kwargs))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """An object of rank ``src`` on every rank."""
         broadcast = super().broadcast
-        return self.operations.run(lambda: broadcast(obj, src))
+        return self._run_operation(lambda: broadcast(obj, src))
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, stacked."""
         gather = super().all_gather
-        return self.operations.run(lambda: gather(tensor, c10d.current(group), sync_grads))
+        return self._run_operation(lambda: gather(tensor, c10d.current(group), sync_grads))
 
     def _reduced(self, reduce: Callable[..., T], tensor: T, group: Any, reduce_op: Any) -> T:
         """What ``reduce`` makes of a tensor, in place; anything else is left alone."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
+        if self.operations is None:
+            return reduce(tensor, group, reduce_op)
         return self.operations.run_in_place(tensor, lambda: reduce(tensor, c10d.current(group), reduce_op))
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -80,13 +81,15 @@ class ResilientOptimization(_AutomaticOptimization):
                 try:
                     with self._machine.inside():
                         return attempt()
-                except UpdateAborted:
-                    continue  # repaired inside the guard; the window is rewound
+                except UpdateAborted:  # repaired further inside; the window is rewound
+                    self._machine.unwound()
+                    self._drop_gradients()
+                    continue
                 except RuntimeError as error:
                     if not self._machine.recovers(error):
                         raise
                     failure = error
-                self._machine.recover(failure)
+                self._machine.recover(failure, unwound=True)
         finally:
             self._running = False
 
@@ -339,6 +342,21 @@ def require_one_closure_call(optimizer: Optimizer) -> None:
             "accelpact_hsdp votes once before each step, but LBFGS evaluates its closure several times in a step:"
             " use an optimizer that calls it once, such as AdamW"
         )
+
+
+def require_shards_to_be_averaged(trainer: pl.Trainer) -> None:
+    """Refuse Lightning's averages of weights: they copy the model before it is sharded, and fail at their first update.
+
+    Raises:
+        MisconfigurationException: names the callback and what to use instead.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} averages into a whole copy of the model, which no sharded model fits, under"
+                " any FSDP2 strategy: remove it, and average this rank's shards, parameter.to_local(), in a callback of"
+                " your own after every update"
+            )
 
 
 def require_one_closure_per_step(trainer: pl.Trainer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from copy import copy
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -73,8 +74,9 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         max_repairs_per_update: int = RecoveryOptions.max_repairs_per_update,
         collective_timeout: float = RecoveryOptions.collective_timeout,
         rebuild_timeout: float = RecoveryOptions.rebuild_timeout,
+        heartbeat_deadline: float = RecoveryOptions.heartbeat_deadline,
         control_interface: str | None = None,
-        uncommitted: Literal["redo", "restart"] = "redo",
+        uncommitted: Literal["retry", "redo", "restart"] = "retry",
         manual_optimization: Literal["refuse", "update", "fail_stop"] = "refuse",
         goodput: bool | GoodputCallback = True,
         faults: FaultPlan | None = None,
@@ -86,6 +88,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             max_repairs_per_update=max_repairs_per_update,
             collective_timeout=collective_timeout,
             rebuild_timeout=rebuild_timeout,
+            heartbeat_deadline=heartbeat_deadline,
             control_interface=control_interface,
             uncommitted=uncommitted,
         )
@@ -112,11 +115,14 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Check the options against the world, then make control plane, communicators and device mesh."""
         self.set_world_ranks()
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            loop.require_shards_to_be_averaged(trainer)
         # A manual step that cannot be run again allows no REDO
         self._start(redo=self.lightning_module.automatic_optimization or self._manual == "update")
         self.runtime.protect(self.model)  # a fault may strike before the model is sharded
         self.lightning_module._device_mesh = self._device_mesh
-        self._add_callback(self.lightning_module.trainer)
+        self._add_callback(trainer)
 
     def _add_callback(self, trainer: pl.Trainer) -> None:
         present = any(isinstance(callback, GoodputCallback) for callback in trainer.callbacks)
@@ -241,25 +247,25 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state for a checkpoint."""
-        return self.operations.run(super().lightning_module_state_dict)
+        return self._run_operation(super().lightning_module_state_dict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state for a checkpoint."""
         state = super().optimizer_state
-        return self.operations.run(lambda: state(optimizer))
+        return self._run_operation(lambda: state(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, again from the start if a fault strikes in it; remember it for a restart."""
         save = super().save_checkpoint
         with self.ledger.span(TimeClass.CHECKPOINT_SAVE):
-            self.operations.run(lambda: save(dict(checkpoint), filepath, storage_options))
+            self._run_operation(lambda: save(copy(checkpoint), filepath, storage_options))
         self.runtime.checkpoint_written(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint."""
         load = super().load_checkpoint
         with self.ledger.span(TimeClass.CHECKPOINT_RESTORE):
-            return self.operations.run(lambda: load(checkpoint_path, weights_only))
+            return self._run_operation(lambda: load(checkpoint_path, weights_only))
 
     def on_train_end(self) -> None:
         """Leave together: a rank that had left already could not take part in the repair of the last update."""

@@ -66,7 +66,7 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TEST_DUMP_AFTER": str(timeout * 0.3),
+        "TEST_DUMP_AFTER": str(timeout * 0.9),
         **(env or {}),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,7 @@ def _main(job: Callable[..., Any], args: tuple, env: dict[str, str], output: str
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    faulthandler.dump_traceback_later(float(env["TEST_DUMP_AFTER"]), exit=False)  # says where a slow rank stands
+    faulthandler.dump_traceback_later(float(env["TEST_DUMP_AFTER"]), exit=False)  # where a stuck rank stands; a dump may crash it
     try:
         outbox.send((job(*args), ""))
     except BaseException as error:  # reported to the parent, and passed on as the exit code

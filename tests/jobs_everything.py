@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import loaders
 import torch
-import torch.distributed.checkpoint as dcp
+from described import checkpoints, numbers, plain, rows
 from jobs import Block, Samples
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
+    Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -30,17 +31,18 @@ from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollecti
 
 from lightning_accelpact.callback import GoodputCallback
 from lightning_accelpact.collective import MetricSync
+from lightning_accelpact.goodput.metric import GoodputMetric
 from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultKind, FaultPlan, FaultPoint
 from lightning_accelpact.strategy import ResilientHSDPStrategy
-
-BATCHES = 8  # per epoch and rank
 
 
 class Everything(pl.LightningModule):
     """torchmetrics of several kinds, logging of every kind, outputs kept by hand, three LR schedulers."""
 
-    def __init__(self, *, workers: int = 0, compiled: bool = False) -> None:
+    def __init__(
+        self, *, data: str = "shuffled", workers: int = 0, persistent: bool = False, compiled: str | None = None
+    ) -> None:
         super().__init__()
         self.embed = nn.Linear(16, 32)
         self.blocks = nn.ModuleList(Block(32) for _ in range(4))
@@ -53,10 +55,11 @@ class Everything(pl.LightningModule):
         self.val_outputs: dict[int, list[torch.Tensor]] = {0: [], 1: []}
         self.history: list[float] = []
         self.steps_seen = 0
-        self.workers = workers
-        if compiled:
-            for block in self.blocks:
-                block.compile(backend="aot_eager")
+        self.data = data
+        self.workers = {"num_workers": workers, "persistent_workers": persistent}
+        self.loader: Any = None
+        for part in {None: [], "blocks": self.blocks, "whole": [self]}[compiled]:
+            part.compile(backend="aot_eager")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -65,8 +68,8 @@ class Everything(pl.LightningModule):
         return self.head(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
-        inputs, targets = batch
-        predicted = self.forward(inputs)
+        inputs, targets = loaders.joined(batch)
+        predicted = self(inputs)
         loss = nn.functional.mse_loss(predicted, targets)
         self.train_metrics.update(predicted, targets)
         self.train_mean(loss.detach())
@@ -118,14 +121,12 @@ class Everything(pl.LightningModule):
             {"scheduler": plateau, "interval": "epoch", "monitor": "val_total", "name": "plateau"},
         ]
 
-    def _loader(self, samples: int, **options: Any) -> DataLoader:
-        return DataLoader(Subset(Samples(), range(samples)), batch_size=4, num_workers=self.workers, **options)
-
-    def train_dataloader(self) -> DataLoader:
-        return self._loader(4 * BATCHES * int(os.environ["WORLD_SIZE"]), shuffle=True)
+    def train_dataloader(self) -> Any:
+        self.loader = loaders.make(self.data, **self.workers)
+        return self.loader
 
     def val_dataloader(self) -> list[DataLoader]:
-        return [self._loader(32), self._loader(16)]
+        return [DataLoader(Subset(Samples(), range(size)), batch_size=4, **self.workers) for size in (32, 16)]
 
 
 class Witness(pl.Callback):
@@ -151,6 +152,31 @@ def _noting(hook: str) -> Callable[..., None]:
 for _hook in vars(pl.Callback):
     if _hook.startswith(("on_", "setup", "teardown")) and _hook not in vars(Witness):
         setattr(Witness, _hook, _noting(_hook))
+
+
+class Clockwork(Timer):
+    """Stops after five updates, as rank 0 alone finds out."""
+
+    def __init__(self) -> None:
+        super().__init__("00:00:00:05")
+        self._updates = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._updates = trainer.global_step
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        return self._updates if os.environ["RANK"] == "0" else 0.0
+
+
+def averaging(name: str) -> list[pl.Callback]:
+    """One of Lightning's own averages of weights."""
+    return [pl.callbacks.StochasticWeightAveraging(1e-2) if name[0] == "S" else getattr(pl.callbacks, name)()]
+
+
+def clockwork() -> list[pl.Callback]:
+    """The callbacks of a run that ends by time."""
+    return [Clockwork()]
 
 
 class MovingAverage(pl.Callback):
@@ -218,6 +244,9 @@ class Striker(pl.Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, EarlyStopping):
                 callback._run_early_stopping_check = self._named("stopping", callback._run_early_stopping_check)
+            if isinstance(callback, Timer):
+                callback._check_time_remaining = self._named("timer", callback._check_time_remaining)
+        GoodputMetric.measure = self._named("goodput", GoodputMetric.measure)
         MetricSync.__call__ = self._named("metric sync", MetricSync.__call__)
         _DistWrapper.gather_object = self._striking("plan", _DistWrapper.gather_object)
         module.blocks[2].forward = self._striking("block", module.blocks[2].forward)
@@ -274,7 +303,7 @@ class Striker(pl.Callback):
         machine = self._trainer.strategy.machine
         if machine.inside_update or self._trainer.strategy.operations._running:
             return self._plain_run(operation, **options)
-        name = f"{self._stage} {self._doing[-1]}"
+        name = f"{self._stage} {'goodput' if 'goodput' in self._doing else self._doing[-1]}"
         self.names.append(name)
         first = [True]
 
@@ -364,6 +393,7 @@ def fit(
     trainer_options: dict[str, Any] | None = None,
     callbacks: Callable[[], list[pl.Callback]] | None = None,
     resume: str | None = None,
+    goodput_every: int = 0,
     **strategy_options: Any,
 ) -> dict[str, Any]:
     """Train on this rank and describe all that must not depend on faults.
@@ -379,14 +409,15 @@ def fit(
         trainer_options: Passed to the Trainer.
         callbacks: Makes more callbacks.
         resume: Checkpoint to resume from.
+        goodput_every: After how many updates the goodput goes to the logger.
         strategy_options: Passed to the strategy.
     """
     pl.seed_everything(11, workers=True, verbose=False)
     module = Everything(**(module_options or {}))
+    goodput = GoodputCallback(print_summary=False, progress_bar_metric=False, log_every_n_updates=goodput_every)
     strategy = ResilientHSDPStrategy(
         **{"faults": FaultPlan(faults or ()), "collective_timeout": 30.0, "repair_budget": 60.0,
-           "max_repairs_per_update": 50, "goodput": GoodputCallback(print_summary=False, progress_bar_metric=False),
-           **strategy_options}
+           "max_repairs_per_update": 50, "goodput": goodput, **strategy_options}
     )  # fmt: skip
     witness, average, striker = Witness(), MovingAverage(), Striker(strikes or [])
     stopper = EarlyStopping("val_total", patience=20, min_delta=0.0)
@@ -399,7 +430,7 @@ def fit(
             "accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy,
             "max_epochs": epochs, "accumulate_grad_batches": 1 if scheduled_accumulation else 2,
             "gradient_clip_val": 0.5, "gradient_clip_algorithm": "norm", "num_sanity_val_steps": 1,
-            "val_check_interval": 3 / BATCHES,  # the first of an epoch comes in the middle of an update
+            "val_check_interval": 3 / loaders.BATCHES,  # the first of an epoch comes in the middle of an update
             "log_every_n_steps": 1, "logger": CSVLogger(folder, name="csv", version=0),
             "enable_progress_bar": False, "enable_model_summary": False,
             "callbacks": [striker, witness, average, LearningRateMonitor(), stopper, best, every, *cutter, *scheduler,
@@ -408,6 +439,7 @@ def fit(
         }
     )  # fmt: skip
     trainer.fit(module, ckpt_path=resume, weights_only=False)
+    metrics_file = Path(folder, "csv", "version_0", "metrics.csv")
     roots = [os.path.realpath(path) for path in (folder, resume and Path(resume).parents[1]) if path]
     return {
         "compared": {
@@ -429,7 +461,8 @@ def fit(
             "best": plain(best.state_dict(), roots),
             "every": plain(every.state_dict(), roots),
             "rng": plain(torch.get_rng_state()),
-            "rows": Path(folder, "csv", "version_0", "metrics.csv").read_text() if trainer.is_global_zero else "",
+            "rows": rows(metrics_file) if trainer.is_global_zero else [],
+            "given": getattr(module.loader, "given", []),
             "checkpoints": checkpoints(roots) if trainer.is_global_zero else {},
         },
         "operations": striker.names,
@@ -446,49 +479,3 @@ def fit_with(options: dict[str, Any]) -> dict[str, Any]:
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, part) for name, part in module.named_modules() if hasattr(part, "metric_state"))
-
-
-def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Logged values as plain numbers."""
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def checkpoints(roots: list[str]) -> dict[str, dict[str, Any]]:
-    """The content of every checkpoint below the first folder: a digest of each tensor, and the rest as it is."""
-    found, root = {}, roots[0]
-    for file in filter(Path.is_file, sorted(Path(root).rglob("*.ckpt"))):
-        found[str(file.relative_to(root))] = plain(torch.load(file, weights_only=False), roots)
-    for metadata in sorted(Path(root).rglob(".metadata")):
-        folder = metadata.parent
-        found[str(folder.relative_to(root))] = {"tensors": _tensors(folder), "meta": plain(_meta(folder), roots)}
-    return found
-
-
-def _meta(folder: Path) -> dict[str, Any]:
-    return torch.load(folder / "meta.pt", weights_only=False)
-
-
-def _tensors(folder: Path) -> Any:
-    reader = dcp.FileSystemReader(folder)
-    state: dict[str, Any] = {}
-    for name, description in reader.read_metadata().state_dict_metadata.items():
-        is_tensor = hasattr(description, "size")
-        state[name] = torch.empty(description.size, dtype=description.properties.dtype) if is_tensor else None
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return plain(state)
-
-
-def plain(value: Any, roots: Iterable[str] = ()) -> Any:
-    """A value that compares bit for bit across processes: digests for tensors, ``<root>`` for the runs' folders."""
-    if isinstance(value, torch.Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return (str(value.dtype), tuple(value.shape), hashlib.sha256(raw).hexdigest())
-    if isinstance(value, dict):
-        return {plain(key, roots): plain(item, roots) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item, roots) for item in value]
-    if isinstance(value, str):
-        for root in roots:
-            value = value.replace(root, "<root>")
-        return value
-    return value if isinstance(value, (int, float, bool, type(None))) else repr(value)

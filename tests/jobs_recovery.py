@@ -184,7 +184,7 @@ def open_session(**options: Any) -> Session:
     endpoint = Endpoint.from_environment(host=host, port=port, rank=rank, interface=None, deadline=LONG)
     return Session.open(
         **{"endpoint": endpoint, "rank": rank, "world_size": size, "backend": "gloo", "collective_timeout": LONG,
-           "rebuild_timeout": LONG, **options}
+           "rebuild_timeout": LONG, "heartbeat_deadline": 3.0, **options}
     )  # fmt: skip
 
 

@@ -154,7 +154,10 @@ class Machine:
     def recovers(self, error: BaseException) -> bool:
         return isinstance(error, CommunicatorLost)
 
-    def recover(self, error: BaseException) -> None:
+    def unwound(self) -> None:
+        pass
+
+    def recover(self, error: BaseException, *, unwound: bool = False) -> None:
         self.incidents.append(
             Incident(rank=0, number=len(self.incidents) + 1, generation=1, time=0.0, source="exception", reason="",
                      phase="", frontier=0)

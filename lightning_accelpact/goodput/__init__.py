@@ -1,4 +1,7 @@
-"""What a run's time went to, what faults cost and what in-memory recovery saved. Needs neither torch nor Lightning."""
+"""What a run's time went to, what faults cost and what in-memory recovery saved.
+
+Needs neither torch nor Lightning, but for :mod:`.metric`, which is imported by whoever needs it.
+"""
 
 from lightning_accelpact.goodput.account import GoodputAccount, GoodputOptions
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass, append_jsonl, process_age, read_jsonl

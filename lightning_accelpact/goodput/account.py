@@ -121,6 +121,11 @@ class GoodputAccount:
         self._incidents += new
         self._append([{"kind": "incident", **record} for record in new])
 
+    @property
+    def incident_count(self) -> int:
+        """Incidents taken in so far, over all runs of this program."""
+        return len(self._incidents)
+
     def _record_of(self, incident: Incident) -> dict[str, Any]:
         """The incident with the frontier of the newest checkpoint that existed when it happened."""
         self.ledger.move(TimeClass.PRODUCTIVE, TimeClass.DETECTION, incident.detect_s)

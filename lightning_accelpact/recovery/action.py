@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -30,6 +30,8 @@ class Action(str, Enum):
     PRESERVE = "preserve"
     # Apply the complete gradients that the rank holds: its peers have stepped, or only the vote was lost
     ROLL_FORWARD = "roll_forward"
+    # Run the collective that failed once more, underneath the pass that waits for it; nothing unwinds
+    RETRY = "retry"
     # Drop the gradients and run the same micro-batches again from host memory
     REDO = "redo"
     # Fail-stop: the supervisor relaunches from the newest checkpoint
@@ -39,6 +41,21 @@ class Action(str, Enum):
     def cost(self) -> int:
         """Position in the order of cost, 0 for the cheapest."""
         return list(Action).index(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupReport:
+    """How far one rank has come in the collectives of one of its groups.
+
+    Args:
+        finished: Collectives that it has finished; all members count the same ones.
+        in_flight: Whether it is inside the next one, with the inputs at hand.
+        kept: Whether it could run the last finished one again from a kept input.
+    """
+
+    finished: int
+    in_flight: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +70,9 @@ class RankReport:
         intact: Whether weights and optimizer state are whole, that is, no step was cut short while writing.
         replayable: Whether the current update can be run again from memory.
         detail: Why ``replayable`` or ``intact`` is false; empty otherwise.
+        in_place: Whether its pass or vote of the current update can simply go on: no exception has unwound it.
+        stuck: Whether the rank is inside a collective outside of any window, which cannot be unwound.
+        groups: How far it has come in each of its groups, by name.
     """
 
     rank: int
@@ -62,6 +82,9 @@ class RankReport:
     intact: bool = True
     replayable: bool = True
     detail: str = ""
+    in_place: bool = False
+    stuck: bool = False
+    groups: dict[str, GroupReport] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -76,7 +99,8 @@ class RankReport:
             ValueError: if the phase is not one of :class:`Phase`.
         """
         report = cls(**values)
-        return replace(report, phase=Phase(report.phase))
+        groups = {name: GroupReport(**group) for name, group in report.groups.items()}
+        return replace(report, phase=Phase(report.phase), groups=groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +113,15 @@ class Decision:
         frontier: The highest frontier reported (``F*``). All ranks stand on it once the roll-forwards are done, or on
             the next one if every rank rolls forward from it.
         reason: One sentence for a person.
+        serve: Groups, in this order, whose newest collective (by its number) runs again on every member before anybody
+            goes on, since some have finished it and some have not.
     """
 
     verbs: tuple[Action, ...]
     action: Action
     frontier: int
     reason: str
+    serve: dict[str, int] = field(default_factory=dict)
 
 
 def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple(Action)) -> Decision:
@@ -116,24 +143,28 @@ def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple
             f"decide() needs one report per rank in rank order, got ranks {[report.rank for report in reports]}"
         )
     frontier = max(report.frontier for report in reports)
-    obstacle = _obstacle(reports, frontier)
+    verbs = _verbs(reports, frontier, allowed)
+    obstacle = _obstacle(reports, frontier, verbs)
     if obstacle:
         return _restart(reports, frontier, obstacle)
-    verbs = _verbs(reports, frontier)
     forbidden = [verb for verb in verbs if verb not in allowed]
     if forbidden:
         return _restart(reports, frontier, f"{forbidden[0].value} is needed but not allowed here")
     action = max(verbs, key=lambda verb: verb.cost)
-    return Decision(verbs=verbs, action=action, frontier=frontier, reason=_REASONS[action])
+    uneven = sorted(_uneven(reports).items()) if Action.RETRY in verbs else []
+    serve = {name: max(group.finished for group in members) for name, members in uneven}
+    return Decision(verbs=verbs, action=action, frontier=frontier, reason=_REASONS[action], serve=serve)
 
 
 _REASONS = {
     Action.PRESERVE: "every rank stands between two updates",
     Action.ROLL_FORWARD: "the gradients are complete on every rank that has not stepped",
+    Action.RETRY: "every rank still holds its place, so the collectives that failed run again",
     Action.REDO: "at least one rank had not finished its gradients, so the update runs again from memory",
 }
 
-def _obstacle(reports: Sequence[RankReport], frontier: int) -> str:
+
+def _obstacle(reports: Sequence[RankReport], frontier: int, verbs: Sequence[Action]) -> str:
     """Why memory alone cannot bring these ranks together; empty if it can."""
     if len({report.generation for report in reports}) > 1:
         return f"the reports belong to different repairs: {sorted({report.generation for report in reports})}"
@@ -145,20 +176,53 @@ def _obstacle(reports: Sequence[RankReport], frontier: int) -> str:
             return f"{where} is {frontier - report.frontier} updates behind"
         if report.frontier < frontier and report.phase is not Phase.PREPARED:
             return f"{where} has no complete gradients although a peer has stepped"
-    if Action.REDO in _verbs(reports, frontier):
-        for report in reports:
-            if report.frontier == frontier and report.phase is not Phase.COMMITTED and not report.replayable:
-                return f"rank {report.rank} cannot run its update again: {report.detail or 'no reason given'}"
+        if Action.REDO in verbs and report.stuck:
+            return f"{where} is inside a collective that is not part of an update's window"
+        begun = report.frontier == frontier and report.phase is not Phase.COMMITTED
+        if Action.REDO in verbs and begun and not report.replayable:
+            return f"rank {report.rank} cannot run its update again: {report.detail or 'no reason given'}"
     return ""
 
 
-def _verbs(reports: Sequence[RankReport], frontier: int) -> tuple[Action, ...]:
+def _verbs(reports: Sequence[RankReport], frontier: int, allowed: Collection[Action]) -> tuple[Action, ...]:
     """The actions of ranks that are all intact and at most one update apart."""
-    current = [report for report in reports if report.frontier == frontier]
-    vote_lost = len(current) == len(reports) and all(report.phase is Phase.PREPARED for report in current)
-    begun = any(report.phase is not Phase.COMMITTED for report in current)
-    at_frontier = Action.ROLL_FORWARD if vote_lost else Action.REDO if begun else Action.PRESERVE
+    at_frontier = _verb_at_frontier(reports, frontier, allowed)
     return tuple(at_frontier if report.frontier == frontier else Action.ROLL_FORWARD for report in reports)
+
+
+def _verb_at_frontier(reports: Sequence[RankReport], frontier: int, allowed: Collection[Action]) -> Action:
+    current = [report for report in reports if report.frontier == frontier]
+    if len(current) == len(reports) and all(report.phase is Phase.PREPARED for report in current):
+        return Action.ROLL_FORWARD  # only the vote was lost
+    in_flight = any(group.in_flight for report in reports for group in report.groups.values())
+    if not in_flight and all(report.phase is Phase.COMMITTED for report in current):
+        return Action.PRESERVE
+    return Action.RETRY if Action.RETRY in allowed and _can_go_on(reports, current) else Action.REDO
+
+
+def _can_go_on(reports: Sequence[RankReport], current: Sequence[RankReport]) -> bool:
+    """Whether no pass was unwound, and every collective that only some have finished can be run again by all."""
+    if not all(report.in_place for report in current if report.phase is not Phase.COMMITTED):
+        return False
+    return all(_can_be_served(members) for members in _uneven(reports).values())
+
+
+def _uneven(reports: Sequence[RankReport]) -> dict[str, list[GroupReport]]:
+    """The groups whose members have not finished the same number of collectives."""
+    members: dict[str, list[GroupReport]] = {}
+    for report in reports:
+        for name, group in report.groups.items():
+            members.setdefault(name, []).append(group)
+    return {name: groups for name, groups in members.items() if len({group.finished for group in groups}) > 1}
+
+
+def _can_be_served(members: Sequence[GroupReport]) -> bool:
+    """Whether those that have finished the newest collective kept its input, and the others are inside it."""
+    newest = max(group.finished for group in members)
+    return all(
+        group.kept if group.finished == newest else group.in_flight and group.finished == newest - 1
+        for group in members
+    )
 
 
 def _restart(reports: Sequence[RankReport], frontier: int, reason: str) -> Decision:

@@ -6,6 +6,8 @@ when one of the attributes moves.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,7 +119,12 @@ def create_group(spec: GroupSpec, *, rank: int, store: dist.Store, timeout: time
 
 def current(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group that bears this group's name now: whoever got hold of one may have kept it over a repair."""
-    return group if group is None else distributed_c10d._resolve_process_group(group.group_name)
+    return group if group is None else current_by_name(group.group_name)
+
+
+def current_by_name(name: str) -> dist.ProcessGroup:
+    """The group that bears this name now."""
+    return distributed_c10d._resolve_process_group(name)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -255,6 +262,133 @@ class _Wait:
                 self.value = self._function()
         except RuntimeError as error:
             self.error = error
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of all members of a group, in a form that can be run again.
+
+    Each member's result depends on the input of every member: nobody finishes before all have begun.
+
+    Args:
+        group: The group that it was called on.
+        outputs: Tensors that it writes.
+        inputs: Tensors that it reads; the same list as ``outputs`` if it works in place.
+        call: Runs it to its end, given a group, outputs and inputs; returns what the caller gets.
+    """
+
+    group: dist.ProcessGroup
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    call: Callable[[dist.ProcessGroup, list[torch.Tensor], list[torch.Tensor]], Any]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it overwrites its inputs."""
+        return self.outputs is self.inputs
+
+    @property
+    def registered(self) -> bool:
+        """Whether torch knows a group of this name: this one, or the one that has taken its place."""
+        world = distributed_c10d._world
+        return self.group in world.pg_map or self.group.group_name in world.pg_names.values()
+
+    def run(self) -> Any:
+        """Run it on the group that bears the name now."""
+        return self.call(current(self.group), self.outputs, self.inputs)
+
+    def plain(self) -> Any:
+        """Run it as it was called."""
+        return self.call(self.group, self.outputs, self.inputs)
+
+
+class _Finished(dist.Work):
+    """What a collective returns that has been waited for already."""
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def intercept_collectives(handle: Callable[[Collective], Any]) -> None:
+    """Let ``handle`` run every collective that its caller waits for, FSDP's, DTensor's and the user's own.
+
+    FSDP2 lets a user replace its all-gather and reduce-scatter but not the all-reduce of HSDP, and DTensor offers nothing,
+    so this is done one level below: in the methods of ``ProcessGroup``, and in the functional collectives, which reach
+    the group in C++. Left alone are collectives that nobody waits for yet (``async_op``), those in which a member does
+    not need all others (such as a broadcast), and everything that is being traced.
+
+    Args:
+        handle: Takes a collective and returns what running it returned.
+    """
+    for name, describe in _METHODS.items():
+        setattr(dist.ProcessGroup, name, _intercepted_method(_native_methods[name], describe, handle))
+    for name, native in _native_functions.items():
+        setattr(_functional_collectives, name, _intercepted_function(native, handle))
+
+
+Tensors = list[torch.Tensor]
+
+
+def _gathered(native: Callable[..., dist.Work], lists: list[Tensors], inputs: Tensors, opts: Any) -> tuple[Any, ...]:
+    return lists[0], inputs, lambda group, out, own: native(group, [out], own, opts)
+
+
+# How the arguments of a method tell outputs, inputs, and the call with others in their place
+_METHODS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "allreduce": lambda native, tensors, opts: (tensors, tensors, lambda group, out, own: native(group, out, opts)),
+    "all_gather_single": lambda native, output, own, opts: (
+        [output], [own], lambda group, out, own: native(group, out[0], own[0], opts)
+    ),
+    "reduce_scatter_single": lambda native, output, own, opts: (
+        [output], [own], lambda group, out, own: native(group, out[0], own[0], opts)
+    ),
+    "allgather": _gathered,
+    "barrier": lambda native, opts: ([], [], lambda group, out, own: native(group, opts)),
+}  # fmt: skip
+_native_methods = {name: getattr(dist.ProcessGroup, name) for name in _METHODS}
+_native_functions = {
+    name: getattr(_functional_collectives, name)
+    for name in ("all_reduce", "all_gather_single", "reduce_scatter_single")
+}
+
+
+def _intercepted_method(native: Callable[..., dist.Work], describe: Callable[..., tuple[Any, ...]], handle: Any) -> Any:
+    @functools.wraps(native)
+    def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        args = (*args, *kwargs.values()) if set(kwargs) <= {"opts"} else ()
+        if not args or getattr(args[-1], "asyncOp", True):
+            return native(group, *args, **kwargs)
+        outputs, inputs, start = describe(native, *args)
+
+        def call(group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
+            start(group, outputs, inputs).wait()
+            return _Finished()
+
+        return handle(Collective(group, outputs, inputs, call))
+
+    return method
+
+
+def _intercepted_function(native: Callable[..., torch.Tensor], handle: Any) -> Any:
+    signature = inspect.signature(native)
+
+    @functools.wraps(native)
+    def function(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _functional_collectives._are_we_tracing():
+            return native(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        tensor, group = given.pop("self"), _functional_collectives._resolve_group(given.pop("group"))
+
+        def call(group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> torch.Tensor:
+            result = native(inputs[0], group=group, **given)
+            return result.wait() if isinstance(result, _functional_collectives.AsyncCollectiveTensor) else result
+
+        return handle(Collective(current_by_name(group) if isinstance(group, str) else group, [], [tensor], call))
+
+    return function
 
 
 def mesh_registries(mesh: DeviceMesh) -> list[dict[str, dist.ProcessGroup]]:

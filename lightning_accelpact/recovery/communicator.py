@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,7 +38,13 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 class Links(Protocol):
-    """The transport below the process groups of one backend."""
+    """The transport below the process groups of one backend.
+
+    Args:
+        synchronous: Whether a collective has finished when its call returns, so that it can be run again there.
+    """
+
+    synchronous: bool
 
     def watch(self) -> None:
         """Called right before one or more groups are made."""
@@ -72,6 +80,8 @@ class GlooLinks:
     down does, within about a millisecond, on both ends. The listening sockets are left alone: closing one ends the
     process.
     """
+
+    synchronous = True
 
     def __init__(self, ignored_ports: Iterable[int] = ()) -> None:
         self._ignored_ports = frozenset(ignored_ports)
@@ -117,6 +127,8 @@ class NcclLinks:
     torch's own watchdog must not end the process over an error that is about to be repaired, so its error handling is
     switched off; errors surface at :meth:`settle`.
     """
+
+    synchronous = False
 
     def __init__(self, deadline: timedelta) -> None:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -283,5 +295,23 @@ class Communicators:
 
 
 def dispose(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy retired groups in the background: their threads take some 15 ms each to end, without the GIL."""
-    threading.Thread(target=groups.clear, name="accelpact-dispose", daemon=True).start()
+    """Destroy retired groups in the background: their threads take some 15 ms each to end, without the GIL.
+
+    A collective that was left behind may hold up the end for its whole timeout. So nobody else may drop the last
+    reference: code that was inside a collective during the repair still holds the group that it was called on.
+    """
+    threading.Thread(target=_bury, args=(groups,), name="accelpact-dispose", daemon=True).start()
+
+
+_LOOKS = 200  # at somebody else's reference, up to 0.5 s apart
+_OURS = 3  # references to a group below: the list's, the variable's, and the argument's of getrefcount()
+
+
+def _bury(groups: list[dist.ProcessGroup]) -> None:
+    for look in range(_LOOKS):
+        held = [group for group in groups if sys.getrefcount(group) > _OURS]
+        groups[:] = held  # the others end here
+        if not held:
+            return
+        del held
+        time.sleep(min(0.5, 0.01 * 2**look))

@@ -41,10 +41,12 @@ class FaultKind(str, Enum):
     EXCEPTION = "exception"
     # The victim's connections are shut down, and its next collective fails
     SOCKETS = "sockets"
+    # The victim's next collective fails, and its connections stay up
+    COLLECTIVE = "collective"
 
 
 class InjectedFault(CommunicatorLost):
-    """The exception kind's exception."""
+    """The exception of the kinds that raise one."""
 
 
 _SPEC = re.compile(r"(?P<point>\w+)@(?P<update>\d+)(\.(?P<micro>\d+))?(:(?P<rank>\d+))?(:(?P<kind>\w+))?")
@@ -146,6 +148,7 @@ class FaultInjector:
         self._progress = progress
         self._cut = cut
         self._clock = clock
+        self._breaking: InjectedFault | None = None
         self.struck_at: float | None = None
 
     def __bool__(self) -> bool:
@@ -194,4 +197,18 @@ class FaultInjector:
         if fault.kind is FaultKind.SOCKETS:
             self._cut([fault.group] if fault.group else None)
             return
-        raise InjectedFault(f"injected: {fault.point.value} of update {fault.update} on rank {fault.rank}")
+        error = InjectedFault(f"injected: {fault.point.value} of update {fault.update} on rank {fault.rank}")
+        if fault.kind is FaultKind.EXCEPTION:
+            raise error
+        self._breaking = error
+
+    def break_collective(self) -> None:
+        """A collective begins: let it fail if a fault of that kind has struck.
+
+        Raises:
+            InjectedFault: that fault's.
+        """
+        error, self._breaking = self._breaking, None
+        if error is not None:
+            self.struck_at = self._clock()
+            raise error

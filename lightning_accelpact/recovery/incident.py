@@ -36,6 +36,7 @@ class Incident:
         total_s: From observation to release.
         redo_s: Work of the aborted update that was thrown away, and so is done twice.
         redone_micro_batches: How many this rank ran again.
+        retried_collectives: How many collectives this rank has run again for itself, underneath a pass that went on.
         references: References found that named a retired communicator, all of which were redirected.
         stale_references: References that still named one afterwards (0 or the repair fails).
         attempts: Repairs begun for this incident; more than 1 if a fault hit the repair itself.
@@ -62,6 +63,7 @@ class Incident:
     total_s: float = 0.0
     redo_s: float = 0.0
     redone_micro_batches: int = 0
+    retried_collectives: int = 0
     references: int = 0
     stale_references: int = 0
     attempts: int = 0

@@ -33,13 +33,17 @@ from lightning_accelpact.recovery.leave import Leave, Place
 from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE, FailStop, RepairPhase, RepairPolicy
 from lightning_accelpact.recovery.progress import Progress
 from lightning_accelpact.recovery.rebind import Reference, StaleReference, rebind
+from lightning_accelpact.recovery.retry import Retry
 
 log = logging.getLogger("accelpact")
 
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
-class UpdateAborted(RuntimeError):
-    """The boundary guard has repaired a fault and the update must run again: unwinds to whoever holds the window."""
+class UpdateAborted(BaseException):
+    """A fault was repaired and the update must run again: unwinds the pass to whoever holds the window.
+
+    No ``Exception``: what catches those on the way, a training step or torch's own logging, is not meant.
+    """
 
 
 class Subject(Protocol):
@@ -103,6 +107,11 @@ class RepairMachine:
         self.faults = faults
         self.incidents: list[Incident] = []
         self.inside_update = False
+        self.inside_operation = False
+        self._repairing = False
+        self._aborting = False  # the update must run again, and its pass has not unwound yet
+        self._unwound = False  # the pass of the update that met the fault under repair has
+        self.retry = Retry(self)
         self.guarding = policy.guard  # may change between two updates, on all ranks alike
         self.on_redo: Callable[[], None] = lambda: None
         self.leave = Leave(control, progress.run)
@@ -140,10 +149,13 @@ class RepairMachine:
             UpdateAborted: if a fault was repaired meanwhile and the update has to run again.
             FailStop: if it could not be repaired.
         """
-        with self._span("guard"):
-            failure = self._vote()
-        if failure is not None and self.recover(failure) is not Action.ROLL_FORWARD:
+        if self._aborting:
             raise UpdateAborted
+        verb = Action.RETRY
+        while verb is Action.RETRY:
+            with self._span("guard"):
+                failure = self._vote()
+            verb = Action.ROLL_FORWARD if failure is None else self.recover_in_place(failure)
         with self._span("guard"):
             self._look_for_a_wish(self._place(update=1))
         self.progress.phase = Phase.STEPPING
@@ -190,24 +202,72 @@ class RepairMachine:
             isinstance(error, RuntimeError) and (self.pending or not self._communicators.links.healthy())
         )
 
-    def recover(self, error: BaseException | None) -> Action:
+    def recover(self, error: BaseException | None, *, unwound: bool = False) -> Action:
         """Repair; returns what this rank has to do now.
 
         Args:
             error: This rank's own exception, or ``None`` if it follows a peer's notice.
+            unwound: Whether the exception has unwound the update's pass, so that this cannot go on.
 
         Raises:
             FailStop: if the decision is ``RESTART`` or the budget is used up.
         """
-        with self._span("group_repair"):
-            incident = self._observe(error)
-            _drop_frames(error)
-            verb = self._repair(incident)
+        self._repairing, self._unwound = True, unwound
+        try:
+            with self._span("group_repair"):
+                incident = self._observe(error)
+                _drop_frames(error)
+                verb = self._repair(incident)
+        finally:
+            self._repairing = False
         if verb is Action.REDO and self.progress.phase is not Phase.COMMITTED:  # else there is nothing to rewind yet
             self.progress.phase = Phase.COMMITTED
             self.progress.micro_batch = 0
+            self._subject.reset()
             self.on_redo()
         return verb
+
+    def recover_in_place(self, error: BaseException | None) -> Action:
+        """Repair where a pass can go on; returns what this rank has to do now.
+
+        Raises:
+            UpdateAborted: if the pass cannot go on.
+            FailStop: if the decision is ``RESTART`` or the budget is used up.
+        """
+        verb = self.recover(error)
+        if verb is Action.REDO and self.inside_update:
+            self._aborting = True
+            raise UpdateAborted
+        return verb
+
+    def unwound(self) -> None:
+        """The pass of an aborted update has unwound; what it has left on its way is cleared."""
+        self._aborting = False
+        self._subject.reset()
+
+    @property
+    def collectives_count(self) -> bool:
+        """Whether a collective now may run again in place: not one of a repair, nor of an operation with its own vote."""
+        return self._retries and not self._repairing and (self.inside_update or not self.inside_operation)
+
+    @property
+    def _retries(self) -> bool:
+        return self.guarding and Action.RETRY in self._policy.allowed
+
+    def join(self) -> None:
+        """Before a collective: take part in a repair that a peer has asked for.
+
+        Raises:
+            UpdateAborted: if the pass cannot go on.
+        """
+        if self._aborting:
+            raise UpdateAborted  # somebody has swallowed the first one
+        if self.pending:
+            self.recover_in_place(None)
+
+    def drill(self) -> None:
+        """A collective begins: an injected fault may strike in it."""
+        self.faults.break_collective()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -337,7 +397,6 @@ class RepairMachine:
         """One pass through the phases; raises if another fault cuts it short."""
         with self._timed(incident, RepairPhase.ADMIT_LOCAL):
             self._subject.settle_device()
-            self._subject.reset()
         with self._timed(incident, RepairPhase.AGREE):
             decision = self._agree(generation)
         incident.action, incident.verb = decision.action.value, decision.verbs[self.progress.rank].value
@@ -347,6 +406,8 @@ class RepairMachine:
             self._retired += self._communicators.retire(generation)
         with self._inbox.interruptible(generation, lambda store: None):
             self._replace(incident)
+            with self._timed(incident, RepairPhase.VALIDATE_AND_RELEASE):
+                self.retry.serve(decision.serve)
         with self._timed(incident, RepairPhase.VALIDATE_AND_RELEASE):
             self._release(generation)
         return decision
@@ -356,7 +417,12 @@ class RepairMachine:
         topic = f"report/{generation}"
         deadline = timedelta(seconds=self._policy.repair_budget)
         with self._inbox.interruptible(generation, lambda store: self._control.abandon(topic, store=store)):
-            report = self.progress.report(generation).to_dict()
+            place = {
+                "in_place": not self._unwound,
+                "stuck": self.retry.flying and not self.inside_update,
+                "groups": self.retry.report(),
+            }
+            report = self.progress.report(generation, **place).to_dict()
             answers = self._control.exchange(topic, report, deadline=deadline)
         return decide([RankReport.from_dict(answer) for answer in answers], allowed=self._policy.allowed)
 
@@ -386,6 +452,9 @@ class RepairMachine:
         dispose(retired)
 
     def _conclude(self, decision: Decision, incident: Incident) -> Action:
+        if decision.action is Action.REDO:
+            self.retry.forget()
+        incident.retried_collectives += self.retry.flying
         if self.progress.rank == 0:
             log.warning(
                 "update %d: %s, repaired in %.0f ms: %s",

@@ -46,11 +46,11 @@ class Operations:
         if self._machine.inside_update or self._running:
             return operation()
         self._sequence += 1
-        self._running = True
+        self._running = self._machine.inside_operation = True
         try:
             return self._until_all_have_finished(operation, rewind)
         finally:
-            self._running = False
+            self._running = self._machine.inside_operation = False
 
     def _until_all_have_finished(self, operation: Callable[[], T], rewind: Callable[[], None]) -> T:
         while True:
@@ -64,6 +64,7 @@ class Operations:
                     raise
                 failure = error
             self._machine.recover(failure)
+            self._machine.unwound()
             rewind()
 
     def run_in_place(self, tensor: torch.Tensor, operation: Callable[[], torch.Tensor]) -> torch.Tensor:

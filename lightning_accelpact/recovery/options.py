@@ -9,7 +9,8 @@ from typing import Literal
 
 from lightning_accelpact.recovery.action import Action
 
-_UNCOMMITTED = ("redo", "restart")
+# What a fault inside an update may be answered with, and the actions which that leaves out
+_UNCOMMITTED = {"retry": (), "redo": (Action.RETRY,), "restart": (Action.RETRY, Action.REDO)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +25,13 @@ class RecoveryOptions:
             longest pause between two collectives.
         rebuild_timeout: Seconds that making one communicator may take in a repair; shorter than
             ``collective_timeout``, since a second fault during the repair may cost this much.
+        heartbeat_deadline: Seconds after which a rank counts as lost whose process is stopped, or whose node is not heard.
+            A killed process is noticed at once.
         control_interface: Network interface whose address the control plane uses; ``None`` for the launcher's
             rendezvous address.
-        uncommitted: What a fault inside an update does: ``redo`` runs the update again from memory, ``restart``
-            fail-stops as the paper does.
+        uncommitted: The cheapest answer to a fault inside an update: ``retry`` runs the collective that failed again
+            in place, or if that cannot be the update as ``redo`` does, from memory; ``restart`` fail-stops as the
+            paper does.
 
     Raises:
         ValueError: names the value, what is allowed and what to do.
@@ -37,11 +41,12 @@ class RecoveryOptions:
     max_repairs_per_update: int = 5
     collective_timeout: float = 600.0
     rebuild_timeout: float = 10.0
+    heartbeat_deadline: float = 3.0
     control_interface: str | None = None
-    uncommitted: Literal["redo", "restart"] = "redo"
+    uncommitted: Literal["retry", "redo", "restart"] = "retry"
 
     def __post_init__(self) -> None:
-        for name in ("repair_budget", "collective_timeout", "rebuild_timeout"):
+        for name in ("repair_budget", "collective_timeout", "rebuild_timeout", "heartbeat_deadline"):
             self._require_seconds(name)
         self._require_order("rebuild_timeout", "collective_timeout", "a rebuild would outlast the collectives")
         self._require_order("collective_timeout", "repair_budget", "healthy ranks would be given up too early")
@@ -68,7 +73,7 @@ class RecoveryOptions:
     @property
     def allowed(self) -> tuple[Action, ...]:
         """The actions that these options allow."""
-        return tuple(action for action in Action if self.uncommitted == "redo" or action is not Action.REDO)
+        return tuple(action for action in Action if action not in _UNCOMMITTED[self.uncommitted])
 
     def seconds(self, name: str) -> timedelta:
         """One of the durations as torch wants it."""

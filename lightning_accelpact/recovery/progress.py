@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_accelpact.recovery.action import Phase, RankReport
 
@@ -35,8 +36,13 @@ class Progress:
         self.phase = Phase.COMMITTED
         self.micro_batch = 0
 
-    def report(self, generation: int) -> RankReport:
-        """This rank's report for a repair."""
+    def report(self, generation: int, **place: Any) -> RankReport:
+        """This rank's report for a repair.
+
+        Args:
+            generation: Number of the repair.
+            place: ``in_place``, ``stuck`` and ``groups`` of the report.
+        """
         return RankReport(
             rank=self.rank,
             generation=generation,
@@ -45,4 +51,5 @@ class Progress:
             intact=self.intact,
             replayable=not self.obstacle,
             detail=self.obstacle,
+            **place,
         )

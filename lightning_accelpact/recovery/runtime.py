@@ -168,6 +168,7 @@ class HsdpRuntime:
             backend=place.backend,
             collective_timeout=timeout,
             rebuild_timeout=self.options.seconds("rebuild_timeout"),
+            heartbeat_deadline=self.options.heartbeat_deadline,
         )
 
     def _make_machine(self, place: Place, redo: bool) -> RepairMachine:
@@ -181,12 +182,16 @@ class HsdpRuntime:
             policy=RepairPolicy(
                 repair_budget=self.options.repair_budget,
                 max_repairs_per_update=self.options.max_repairs_per_update,
-                allowed=[action for action in self.options.allowed if redo or action is not Action.REDO],
+                allowed=self._allowed(redo=redo, retry=communicators.links.synchronous),
             ),
             faults=FaultInjector(self._plan, progress=progress, cut=communicators.links.cut, clock=time.time),
             resume_hint=self._resume_hint,
             span=self._span,
         )
+
+    def _allowed(self, *, redo: bool, retry: bool) -> list[Action]:
+        impossible = {action for action, possible in ((Action.REDO, redo), (Action.RETRY, retry)) if not possible}
+        return [action for action in self.options.allowed if action not in impossible]
 
     def protect(self, root: torch.nn.Module) -> None:
         """Reset and rebind this model in a repair.

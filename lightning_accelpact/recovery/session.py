@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import atexit
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_accelpact.recovery import c10d
+from lightning_accelpact.recovery.c10d import Collective
 from lightning_accelpact.recovery.communicator import Communicators, GlooLinks, Links, NcclLinks
 from lightning_accelpact.recovery.control import ControlPlane, Endpoint, InterruptibleStore, Monitor, Notice
 from lightning_accelpact.recovery.machine import RepairMachine
+from lightning_accelpact.recovery.sentinel import Sentinel, Watch
 
 _PATIENCE = timedelta(seconds=5)
 _current: Session | None = None
@@ -27,6 +31,7 @@ class Session:
         backend: Backend of the training groups, ``gloo`` or ``nccl``.
         collective_timeout: How long a collective, or a commit vote, may take.
         rebuild_timeout: How long making one communicator may take in a repair.
+        heartbeat_deadline: Seconds of silence or standstill after which a rank counts as lost.
     """
 
     def __init__(
@@ -38,7 +43,18 @@ class Session:
         backend: str,
         collective_timeout: timedelta,
         rebuild_timeout: timedelta,
+        heartbeat_deadline: float,
     ) -> None:
+        # First of all: a fork copies what there is
+        self._sentinel = Sentinel(
+            Watch(
+                endpoint=endpoint,
+                rank=rank,
+                world_size=world_size,
+                deadline=heartbeat_deadline,
+                connect=collective_timeout,
+            )
+        )
         self.control = ControlPlane(
             endpoint=endpoint, rank=rank, world_size=world_size, deadline=collective_timeout
         )
@@ -56,6 +72,8 @@ class Session:
         self._runs = 0
         self.monitor = Monitor(self.control, self._on_notice, self._on_lost)
         self.communicators.create_world(backend, world_size)
+        if self.communicators.links.synchronous:
+            c10d.intercept_collectives(self._run_collective)
 
     @classmethod
     def open(cls, **options) -> Session:
@@ -108,6 +126,9 @@ class Session:
         if machine is not None and self.monitor.latest is not None:
             machine.on_notice(self.monitor.latest, self.control.store)
 
+    def _run_collective(self, collective: Collective) -> Any:
+        return collective.plain() if self._machine is None else self._machine.retry.run(collective)
+
     def _on_notice(self, notice: Notice, store: dist.Store) -> None:
         if self._machine is not None:
             self._machine.on_notice(notice, store)
@@ -118,6 +139,7 @@ class Session:
 
     def close(self) -> None:
         """Leave in good order."""
+        self._sentinel.close()
         self.monitor.close()
         self.control.close(_PATIENCE)
 

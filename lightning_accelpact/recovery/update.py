@@ -81,15 +81,17 @@ class UpdateRunner:
             try:
                 with self._machine.inside():
                     return self._attempt(update)
-            except UpdateAborted:
-                continue  # repaired inside the guard; the window is rewound
+            except UpdateAborted:  # repaired further inside; the window is rewound
+                self._machine.unwound()
+                self._drop_gradients()
+                continue
             except RuntimeError as error:
                 if not self._machine.recovers(error):
                     raise
                 failure = error
             if self._stepping:
                 self._machine.stop_all(f"a fault after the first step, inside the update's function: {failure}")
-            self._machine.recover(failure)
+            self._machine.recover(failure, unwound=True)
 
     def _attempt(self, update: Callable[[], T]) -> T:
         machine = self._machine

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import guard_overhead, repair
+from benchmarks.destroyer import can_destroy
 from benchmarks.guard_overhead import Blocks, added, median_range, per_update
+from benchmarks.lab import Lab, why_not
 
 ROOT = Path(__file__).parents[2]
 PHASES = ("detect", "admit", "agree", "retire", "rebuild", "rebind", "validate", "total")
@@ -54,6 +57,60 @@ def test_repair() -> None:
     # No phase is longer than the repair, nor the repair than the way to the next update
     assert max(found["ranges"][f"{phase}_ms"][1] for phase in PHASES[1:-1]) <= found["ranges"]["total_ms"][1]
     assert found["total_ms"] < found["fault_to_commit_ms"]
+    assert found["redone_micro_batches"] == 1
+
+
+def test_repair_in_place() -> None:
+    found = repair_figures()["retry"]
+    assert found["bit_exact"] is True
+    assert found["ranges"]["redone_micro_batches"] == [0, 0]
+    assert 0 < found["total_ms"] <= found["fault_to_resumed_ms"] < found["fault_to_commit_ms"]
+
+
+@pytest.mark.skipif(not can_destroy(), reason="ss -K needs root and a kernel with INET_DIAG_DESTROY")
+def test_external_faults() -> None:
+    found = figures("external_faults", "--layers", "2", "--updates", "60", "--every", "0.3")
+    assert found["bit_exact"] is True
+    assert found["destroyed"] > 0 < found["repairs"]
+    assert found["redone_micro_batches"] == 0
+
+
+@pytest.mark.skipif(bool(reason := why_not()), reason=reason or "never")
+def test_faults_on_two_nodes() -> None:
+    kinds = ("data sockets destroyed", "killed", "link cut 2 s", "lock held 5 s")
+    result = run("faults", "--json", "--phase", "backward", *(part for kind in kinds for part in ("--kind", kind)))
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert (found["cells"], found["bit_exact"], found["fail_stop"]) == (4, 3, 1)
+    assert found["hung"] == found["wrong"] == found["false_alarms"] == found["unexpected"] == 0
+    assert [row["redone_micro_batches"] for row in found["rows"]] == [0] * 4
+
+
+@pytest.mark.skipif(bool(reason), reason=reason or "never")
+def test_the_nodes_are_gone_afterwards() -> None:
+    with Lab() as lab:
+        names = [lab.name(node) for node in lab.nodes]
+        assert all(name in _namespaces() for name in names)
+    assert not any(name in _namespaces() for name in names)
+
+
+@pytest.mark.skipif(bool(reason), reason=reason or "never")
+def test_the_nodes_are_gone_after_a_kill() -> None:
+    script = "import time\nfrom benchmarks.lab import Lab\nwith Lab():\n    print('up', flush=True)\n    time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout.readline() == "up\n"
+    mine = f"accelpact-{process.pid}-"
+    assert mine in _namespaces()
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while mine in _namespaces() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert mine not in _namespaces()
+
+
+def _namespaces() -> str:
+    return subprocess.run(["ip", "netns"], check=True, capture_output=True, text=True).stdout
 
 
 def test_references_grow_with_the_layers() -> None:
@@ -76,7 +133,7 @@ def test_guard_overhead() -> None:
 @pytest.mark.parametrize(
     ("table", "first_line"),
     [
-        (lambda: repair.render(repair_figures()), "2 repairs, 4 ranks, 2 layers: bit-exact"),
+        (lambda: repair.render(repair_figures()), "Twice 2 repairs, 4 ranks, 2 layers: bit-exact"),
         (lambda: guard_overhead.render(overhead_figures()), "Guarded minus plain updates: 2 pairs of 2 updates"),
     ],
 )

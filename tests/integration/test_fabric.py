@@ -63,13 +63,16 @@ def results_of(job: Callable[..., Any], *args: Any, **options: Any) -> list[dict
 # -- one fault in an update
 
 
-@pytest.mark.parametrize("kind", list(FaultKind), ids=lambda kind: kind.value)
-@pytest.mark.parametrize("place", PLACES)
+# After the last update no collective follows that could fail
+CELLS = [(place, kind) for place in PLACES for kind in FaultKind if (place, kind) != ("last-boundary", FaultKind.COLLECTIVE)]
+
+
+@pytest.mark.parametrize(("place", "kind"), CELLS, ids=lambda value: getattr(value, "value", value))
 def test_one_fault_changes_nothing(place: str, kind: FaultKind) -> None:
     check(jobs_fabric.train, [Fault(kind=kind, rank=3, **PLACES[place])])
 
 
-@pytest.mark.parametrize("kind", list(FaultKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", [FaultKind.EXCEPTION, FaultKind.SOCKETS], ids=lambda kind: kind.value)
 def test_a_fault_of_rank_0_in_every_update(kind: FaultKind) -> None:
     places = ["first-forward", "last-backward", "last-all-reduce", "vote", "step"]
     faults = [Fault(kind=kind, rank=0, **{**PLACES[place], "update": at}) for at, place in enumerate(places)]
@@ -142,7 +145,7 @@ def test_what_is_tracked_is_set_back() -> None:
 # -- outside an update
 
 
-@pytest.mark.parametrize("kind", list(FaultKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", [FaultKind.EXCEPTION, FaultKind.SOCKETS], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_fault_in_an_evaluation(victim: int, kind: FaultKind) -> None:
     fault = Fault(point=FaultPoint.BOUNDARY, update=2, rank=victim, kind=kind)
@@ -150,7 +153,7 @@ def test_a_fault_in_an_evaluation(victim: int, kind: FaultKind) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("kind", list(FaultKind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", [FaultKind.EXCEPTION, FaultKind.SOCKETS], ids=lambda kind: kind.value)
 def test_a_fault_in_each_collective(kind: FaultKind, late: bool) -> None:
     fault = Fault(point=FaultPoint.BOUNDARY, update=0, rank=3, kind=kind)
     results = results_of(jobs_fabric.collectives, fault, late=late)
@@ -179,7 +182,7 @@ def test_a_fault_while_a_checkpoint_is_saved_or_loaded(one_file: bool, tmp_path:
 
 
 def test_the_account_of_a_run(tmp_path: Path) -> None:
-    fault = Fault(point=FaultPoint.BACKWARD, update=3, rank=1)
+    fault = Fault(point=FaultPoint.BACKWARD, update=3, rank=1, kind=FaultKind.EXCEPTION)
     results = run_ranks(jobs_fabric.goodput, 2, str(tmp_path), [fault])
     summary, other = values(results)
     assert summary == other
@@ -244,11 +247,14 @@ def test_an_update_that_changed_its_batch_stops() -> None:
         assert "wrote to a tensor of its batch in place" in output
 
 
-def test_a_loop_as_it_is_trains_and_stops_on_a_fault() -> None:
+def test_a_loop_as_it_is_survives_its_links_and_stops_on_an_exception() -> None:
     expected = values(run_ranks(jobs_fabric.as_it_is, 2))
     between = Fault(point=FaultPoint.VOTE, update=2, rank=1, kind=FaultKind.EXCEPTION)
     results = values(run_ranks(jobs_fabric.as_it_is, 2, [between]))
     compare(results, expected)
+    for kind in (FaultKind.SOCKETS, FaultKind.COLLECTIVE):
+        link = Fault(point=FaultPoint.BACKWARD, update=2, rank=1, kind=kind)
+        compare(values(run_ranks(jobs_fabric.as_it_is, 2, [link])), expected)
     inside = Fault(point=FaultPoint.BACKWARD, update=2, rank=1, kind=FaultKind.EXCEPTION)
     outputs = stopped(run_ranks(jobs_fabric.as_it_is, 2, [inside]))
     assert 'a fault inside an update, with manual_optimization="fail_stop"' in outputs[1]
@@ -282,6 +288,8 @@ if "error" in sys.argv and fabric.global_rank == 1:
 if "forward" in sys.argv:
     if fabric.global_rank == 1:
         fabric.strategy.runtime.session.communicators.links.cut()
+        if "unwound" in sys.argv:
+            raise RuntimeError("Connection closed by peer")
     model(torch.ones(1, 4))
 if "barrier" in sys.argv:
     fabric.barrier()
@@ -321,8 +329,14 @@ def test_an_error_that_nobody_catches_ends_the_run_on_all_ranks(tmp_path: Path) 
     assert second.stderr.count("ValueError: out of luck") == 1
 
 
-def test_a_fault_in_an_unprotected_forward_pass_stops(tmp_path: Path) -> None:
+def test_an_unprotected_forward_pass_survives_its_links(tmp_path: Path) -> None:
     first, second = run_script(tmp_path / "script.py", "forward")
-    assert (first.returncode, second.returncode) == (86, 86), first.stderr + second.stderr
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "the model is called outside of an update and of an evaluation step" in first.stderr
+    assert "retry, repaired in" in first.stderr
+
+
+def test_a_fault_that_unwinds_an_unprotected_forward_pass_stops(tmp_path: Path) -> None:
+    first, second = run_script(tmp_path / "script.py", "forward", "unwound")
+    assert (first.returncode, second.returncode) == (86, 86), first.stderr + second.stderr
     assert "a fault outside of run_update() and run()" in first.stderr + second.stderr

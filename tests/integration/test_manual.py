@@ -63,10 +63,19 @@ def test_as_it_is_it_trains_like_with_updates(uninterrupted: Any) -> None:
         assert result["compared"] == wanted["compared"]
 
 
-@pytest.mark.parametrize("kind", list(FaultKind), ids=lambda kind: kind.value)
-def test_as_it_is_a_fault_ends_the_run_on_all_ranks(kind: FaultKind) -> None:
-    fault = Fault(point=FaultPoint.BACKWARD, update=2, rank=3, kind=kind)
+def test_as_it_is_an_exception_ends_the_run_on_all_ranks() -> None:
+    fault = Fault(point=FaultPoint.BACKWARD, update=2, rank=3, kind=FaultKind.EXCEPTION)
     results = fit(manner="bare", manual_optimization="fail_stop", faults=[fault])
     assert [result.exit_code for result in results] == [FAIL_STOP_EXIT_CODE] * 4
     assert all("fail-stop" in result.output for result in results)
     assert any('with manual_optimization="fail_stop"' in result.output for result in results)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.SOCKETS, FaultKind.COLLECTIVE], ids=lambda kind: kind.value)
+def test_as_it_is_a_failed_collective_runs_again(kind: FaultKind, uninterrupted: Any) -> None:
+    """It needs no window."""
+    fault = Fault(point=FaultPoint.BACKWARD, update=2, rank=3, kind=kind)
+    results = values(fit(manner="bare", manual_optimization="fail_stop", faults=[fault]))
+    for result, wanted in zip(results, uninterrupted["apart"], strict=True):
+        assert result["compared"] == wanted["compared"]
+        assert [incident["action"] for incident in result["incidents"]] == ["retry"]

@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
     "unknown interface": ("ValueError", ["control_interface='nowhere0'", "'lo'"]),
     "victim that does not exist": ("ValueError", ["names rank 7", "0 to 3"]),
     "what to wrap": ("ValueError", ["wrap='blocks'", '"auto" or a set of']),
-    "what to do": ("ValueError", ["uncommitted='retry'", "['redo', 'restart']"]),
+    "what to do": ("ValueError", ["uncommitted='maybe'", "['retry', 'redo', 'restart']"]),
 }  # fmt: skip
 
 
@@ -198,13 +198,15 @@ def test_every_process_reads_data_of_its_own() -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "a scaler's 16-mixed"])
 def test_a_fault_is_exact_in_lower_precision(precision: str) -> None:
     dtype = "torch.float16" if "16-mixed" in precision and "bf16" not in precision else "torch.bfloat16"
-    faults = [Fault.parse("backward@2:3"), Fault.parse("vote@3:0:exception")]
+    faults = [Fault.parse(text) for text in ("backward@1:1:exception", "backward@2:3", "vote@3:0:exception")]
     undisturbed, repaired = (
         values(run_ranks(jobs_must_show.precision, 4, precision, *some)) for some in ([], faults)
     )
     for plain, one in zip(undisturbed, repaired, strict=True):
         assert plain["dtypes"] == one["dtypes"] == [dtype]
-        assert [incident["action"] for incident in one["incidents"]] == ["redo", "roll_forward"]
+        redo, retry, vote = (incident["action"] for incident in one["incidents"])
+        assert (redo, retry) == ("redo", "retry")
+        assert vote in ("roll_forward", "retry")  # a peer may still be clipping
         assert one["digest"] == plain["digest"]
         assert one["scales"] == plain["scales"]
         if "scaler" in precision:

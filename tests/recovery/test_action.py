@@ -21,7 +21,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_accelpact.recovery.action import Action, Decision, Phase, RankReport, decide
+from lightning_accelpact.recovery.action import Action, Decision, GroupReport, Phase, RankReport, decide
 
 FORWARD, BACKWARD, PREPARED, STEPPING, COMMITTED = (
     Phase.FORWARD,
@@ -139,7 +139,7 @@ def test_every_combination_of_reports():
         count += 1
         actions.add(decision.action)
     assert count == 194_580 + 37_820 + 3_600 + 60
-    assert actions == set(Action)
+    assert actions == set(Action) - {Action.RETRY}  # which takes ranks that hold their place, see below
 
 
 SHAPES = st.tuples(st.integers(BASE, BASE + 2), st.sampled_from(Phase), st.tuples(st.booleans(), st.booleans()))
@@ -204,6 +204,85 @@ def test_decide_is_pure(ranks: list[Shape]):
 )
 def test_rows_of_the_table(ranks: list[tuple[int, Phase]], verbs: list[Action]):
     assert decide([report(rank, *shape) for rank, shape in enumerate(ranks)]).verbs == tuple(verbs)
+
+
+# -- ranks that hold their place: a retry
+
+
+def holding(rank: int, phase: Phase, frontier: int = 5, **groups: tuple[int, bool, bool]) -> RankReport:
+    """A rank that nothing has unwound, with (finished, in flight, kept) of its groups."""
+    known = {name: GroupReport(finished=n, in_flight=fly, kept=kept) for name, (n, fly, kept) in groups.items()}
+    return replace(report(rank, frontier, phase), in_place=True, groups=known)
+
+
+FLYING, DONE, LATE = (4, True, True), (5, False, True), (4, False, True)
+
+
+def test_ranks_that_hold_their_place_go_on():
+    """None has finished the collective: it runs again without anybody's help."""
+    decision = decide([holding(0, FORWARD, a=FLYING), holding(1, BACKWARD, a=FLYING), holding(2, FORWARD, a=LATE)])
+    assert decision.verbs == (Action.RETRY,) * 3
+    assert decision.serve == {}
+
+
+def test_who_has_finished_serves_again():
+    decision = decide([holding(0, BACKWARD, b=DONE, a=FLYING), holding(1, BACKWARD, a=DONE), holding(2, BACKWARD, b=FLYING)])
+    assert decision.verbs == (Action.RETRY,) * 3
+    assert list(decision.serve.items()) == [("a", 5), ("b", 5)]
+
+
+@pytest.mark.parametrize("phase", [PREPARED, COMMITTED])
+def test_a_retry_of_ranks_that_wait_for_others(phase: Phase):
+    waiting = holding(0, phase, a=DONE) if phase is PREPARED else report(0, 5, phase)
+    assert decide([waiting, holding(1, BACKWARD, a=FLYING)]).verbs == (Action.RETRY,) * 2
+
+
+def test_a_peer_steps_while_others_retry():
+    decision = decide([report(0, 4, PREPARED), holding(1, FORWARD, a=FLYING), report(2, 5, COMMITTED)])
+    assert decision.verbs == (Action.ROLL_FORWARD, Action.RETRY, Action.RETRY)
+
+
+def test_a_collective_between_two_updates_runs_again():
+    decision = decide([holding(0, COMMITTED, a=FLYING), holding(1, COMMITTED, a=DONE)])
+    assert decision.verbs == (Action.RETRY,) * 2
+    assert decision.serve == {"a": 5}
+
+
+NO_RETRY: dict[str, list[RankReport]] = {
+    "a pass was unwound": [holding(0, FORWARD, a=FLYING), report(1, 5, FORWARD)],
+    "a vote was unwound": [holding(0, BACKWARD, a=FLYING), report(1, 5, PREPARED)],
+    "the input is gone": [holding(0, FORWARD, a=FLYING), holding(1, FORWARD, a=(5, False, False))],
+    "two collectives behind": [holding(0, FORWARD, a=FLYING), holding(1, FORWARD, a=(6, False, True))],
+    "not inside the one that others finished": [holding(0, FORWARD, a=LATE), holding(1, FORWARD, a=DONE)],
+    "one group of two": [holding(0, FORWARD, a=FLYING, b=DONE), holding(1, FORWARD, a=DONE, b=LATE)],
+}
+
+
+@pytest.mark.parametrize("reports", NO_RETRY.values(), ids=NO_RETRY)
+def test_otherwise_the_update_runs_again(reports: list[RankReport]):
+    decision = decide(reports)
+    assert decision.verbs == (Action.REDO,) * len(reports)
+    assert decision.serve == {}
+
+
+def test_a_retry_that_is_not_allowed_becomes_a_redo():
+    reports = [holding(0, FORWARD, a=FLYING), holding(1, FORWARD, a=DONE)]
+    assert decide(reports, allowed=set(Action) - {Action.RETRY}).action is Action.REDO
+    assert decide(reports, allowed={Action.PRESERVE}).action is Action.RESTART
+
+
+def test_a_changed_batch_is_no_obstacle_to_a_retry():
+    changed = replace(holding(1, FORWARD, a=FLYING), replayable=False)
+    assert decide([holding(0, FORWARD, a=FLYING), changed]).action is Action.RETRY
+    assert decide([report(0, 5, FORWARD), changed]).action is Action.RESTART
+
+
+def test_a_collective_outside_of_any_window_cannot_be_unwound():
+    stuck = replace(holding(0, COMMITTED, a=FLYING), stuck=True)
+    assert decide([stuck, holding(1, COMMITTED, a=DONE)]).action is Action.RETRY
+    decision = decide([stuck, report(1, 5, FORWARD)])
+    assert decision.action is Action.RESTART
+    assert "not part of an update's window" in decision.reason
 
 
 # -- what a caller allows
@@ -271,9 +350,9 @@ def test_reports_must_be_complete_and_in_rank_order(ranks: list[int]):
 
 
 def test_actions_are_ordered_by_cost():
-    ordered = [Action.PRESERVE, Action.ROLL_FORWARD, Action.REDO, Action.RESTART]
+    ordered = [Action.PRESERVE, Action.ROLL_FORWARD, Action.RETRY, Action.REDO, Action.RESTART]
     assert sorted(Action, key=lambda action: action.cost) == ordered
-    assert [action.cost for action in ordered] == [0, 1, 2, 3]
+    assert [action.cost for action in ordered] == [0, 1, 2, 3, 4]
 
 
 # -- reports on the wire
@@ -287,6 +366,11 @@ REPORTS = st.builds(
     intact=st.booleans(),
     replayable=st.booleans(),
     detail=st.text(),
+    in_place=st.booleans(),
+    stuck=st.booleans(),
+    groups=st.dictionaries(
+        st.text(), st.builds(GroupReport, finished=st.integers(0, 2**31), in_flight=st.booleans(), kept=st.booleans())
+    ),
 )
 
 
@@ -299,7 +383,7 @@ def test_a_report_survives_the_wire(sent: RankReport):
 @given(REPORTS)
 def test_a_report_is_plain_json_with_every_field(sent: RankReport):
     assert sent.to_dict() == {**asdict(sent), "phase": sent.phase.value}
-    assert {type(value) for value in sent.to_dict().values()} <= {int, bool, str}
+    assert {type(value) for value in sent.to_dict().values()} <= {int, bool, str, dict}
 
 
 def test_an_unknown_phase_is_refused():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import jobs_recovery
 import pytest
@@ -297,3 +298,28 @@ def test_retired_groups_are_let_go_of_in_the_background() -> None:
         time.sleep(0.001)
     assert groups == []
     assert not hasattr(communicator, "gc")  # a collection of a large heap takes a second
+
+
+class Retired:
+    """Stands for a group; says in which thread it has ended."""
+
+    ended_in: ClassVar[list[str]] = []
+
+    def __del__(self) -> None:
+        self.ended_in.append(threading.current_thread().name)
+
+
+def test_who_still_holds_a_retired_group_does_not_destroy_it() -> None:
+    """Its end may take as long as a collective that was left behind."""
+    groups = [Retired(), Retired()]
+    still_used = groups[0]
+    Retired.ended_in.clear()
+    dispose(groups)  # type: ignore[arg-type]
+    deadline = time.monotonic() + 30
+    while len(Retired.ended_in) < 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert groups == [still_used]
+    del still_used
+    while groups and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert Retired.ended_in == ["accelpact-dispose"] * 2

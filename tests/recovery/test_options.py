@@ -11,7 +11,7 @@ import pytest
 from lightning_accelpact.recovery.action import Action
 from lightning_accelpact.recovery.options import HsdpShape, RecoveryOptions
 
-SECONDS = ("repair_budget", "collective_timeout", "rebuild_timeout")
+SECONDS = ("repair_budget", "collective_timeout", "rebuild_timeout", "heartbeat_deadline")
 
 
 def test_the_defaults_are_valid_and_allow_every_action() -> None:
@@ -33,16 +33,18 @@ def test_repairs_per_update(value: Any) -> None:
     assert str(caught.value) == f"max_repairs_per_update={value!r} must be a whole number of at least 1"
 
 
-@pytest.mark.parametrize("value", ["", "retry", "REDO", None, True])
+@pytest.mark.parametrize("value", ["", "heal", "REDO", None, True])
 def test_uncommitted(value: Any) -> None:
     with pytest.raises(ValueError) as caught:
         RecoveryOptions(uncommitted=value)
-    assert str(caught.value) == f"uncommitted={value!r} must be one of ['redo', 'restart']"
+    assert str(caught.value) == f"uncommitted={value!r} must be one of ['retry', 'redo', 'restart']"
 
 
-def test_restart_allows_everything_but_the_redo() -> None:
-    allowed = RecoveryOptions(uncommitted="restart").allowed
-    assert set(allowed) == set(Action) - {Action.REDO}
+@pytest.mark.parametrize(
+    ("value", "left_out"), [("retry", set()), ("redo", {Action.RETRY}), ("restart", {Action.RETRY, Action.REDO})]
+)
+def test_what_a_fault_inside_an_update_may_be_answered_with(value: Any, left_out: set[Action]) -> None:
+    assert set(RecoveryOptions(uncommitted=value).allowed) == set(Action) - left_out
 
 
 ORDERS: dict[str, tuple[dict[str, float], list[str]]] = {

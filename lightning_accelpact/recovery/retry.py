@@ -1,0 +1,264 @@
+"""Collectives that are run again in place: a repair underneath the pass that waits for them, which never notices.
+
+A collective is a pure function of inputs that are still in memory. Per group its members count the same collectives, so
+after a fault their counts differ by one at most: nobody finishes one before all have begun it. Those that have finished
+the newest one *serve* it again, from a kept input, to those that have not. A kept input is dropped once the next
+collective of the group has finished, which proves that everybody has finished the one before.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lightning_accelpact.recovery.action import GroupReport
+from lightning_accelpact.recovery.c10d import Collective, current_by_name
+
+_ALIGNMENT = 64
+
+
+class Repairs(Protocol):
+    """Whoever repairs, the repair machine."""
+
+    @property
+    def collectives_count(self) -> bool:
+        """Whether a collective now may run again in place: not one of a repair, nor of an operation with its own vote."""
+
+    def join(self) -> None:
+        """Take part in a repair that a peer has asked for."""
+
+    def drill(self) -> None:
+        """A collective begins: an injected fault may strike in it."""
+
+    def recovers(self, error: BaseException) -> bool:
+        """Whether an error is a communication fault."""
+
+    def recover_in_place(self, error: BaseException) -> None:
+        """Repair; raises what unwinds the pass if it cannot go on."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What it takes to make a tensor like another one."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Shape:
+        return cls(tensor.size(), tensor.dtype, tensor.device)
+
+    def make(self) -> torch.Tensor:
+        return torch.empty(self.size, dtype=self.dtype, device=self.device)
+
+
+class _Kept:
+    """A collective with inputs that will not change.
+
+    Args:
+        collective: What was called.
+        copies: Copies of its inputs, or the inputs themselves where nobody writes to them.
+    """
+
+    def __init__(self, collective: Collective, copies: list[torch.Tensor]) -> None:
+        self._in_place = collective.in_place
+        self._call = collective.call
+        self._outputs = [_Shape.of(output) for output in collective.outputs]
+        self.inputs = copies
+        self._versions: list[int] = []
+
+    def seal(self) -> None:
+        """The collective has run: from here on nobody may write to the inputs. (It counts as a write itself.)"""
+        self._versions = [_version(tensor) for tensor in self.inputs]
+
+    @property
+    def sound(self) -> bool:
+        """Whether nobody has written to the inputs since it ran last."""
+        return self._versions == [_version(tensor) for tensor in self.inputs]
+
+    def serve(self, group: Any) -> None:
+        """Run it once more for those that have not finished it; the result goes nowhere."""
+        inputs = [tensor.clone() for tensor in self.inputs] if self._in_place else self.inputs
+        self._call(group, inputs if self._in_place else [output.make() for output in self._outputs], inputs)
+        self.seal()
+
+
+def _nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class _Shelf:
+    """Memory for the copies of one group: two buffers in turn, for the collective under way and the one before."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor | None] = [None, None]
+
+    def copy(self, tensors: list[torch.Tensor], turn: int) -> list[torch.Tensor]:
+        """Copies of ``tensors``, valid until the next but one call."""
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+        buffer = self._buffer(sum(sizes), tensors[0].device, turn % 2)
+        parts = zip(tensors, buffer.split([*sizes, buffer.numel() - sum(sizes)]), strict=False)
+        return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.size()).copy_(tensor) for tensor, part in parts]
+
+    def _buffer(self, size: int, device: torch.device, index: int) -> torch.Tensor:
+        buffer = self._buffers[index]
+        if buffer is None or buffer.numel() < size or buffer.device != device:
+            with torch.inference_mode(False):  # else it could not be written to outside of that mode
+                buffer = self._buffers[index] = torch.empty(size, dtype=torch.uint8, device=device)
+        return buffer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
+
+
+@dataclass
+class _Member:
+    """This rank in one group: how many collectives it has finished, and the last one of them."""
+
+    shelf: _Shelf
+    finished: int = 0
+    last: _Kept | None = None
+
+
+class _Flight:
+    """The collective that this rank is inside."""
+
+    def __init__(self, collective: Collective, kept: _Kept) -> None:
+        self.collective = collective
+        self.kept = kept
+        self.finished = False
+        self.result: Any = None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring inputs that a failed attempt may have overwritten back."""
+        if self.collective.in_place:
+            for tensor, content in zip(self.collective.inputs, self.kept.inputs, strict=True):
+                tensor.copy_(content)
+
+
+class Retry:
+    """Runs the collectives of one rank's training, again if a fault strikes in them.
+
+    For backends whose collectives are finished when their call returns. Memory: for each group two copies of the
+    largest all-reduce or all-gather input, and the input of the last reduce-scatter, which is kept and not copied.
+
+    Args:
+        repairs: Repairs the communicators.
+    """
+
+    def __init__(self, repairs: Repairs) -> None:
+        self._repairs = repairs
+        self._members: dict[str, _Member] = {}
+        self._flight: _Flight | None = None
+        self._thread = threading.get_ident()
+
+    def run(self, collective: Collective) -> Any:
+        """In the place of a collective: returns what it returns, or raises what unwinds the pass.
+
+        Raises:
+            UpdateAborted: if a fault could only be repaired by running the update again.
+            FailStop: if it could not be repaired.
+        """
+        ours = threading.get_ident() == self._thread and self._repairs.collectives_count and collective.registered
+        if not ours:
+            return collective.plain()
+        self._repairs.join()
+        member = self._member(collective.group.group_name)
+        flight = self._flight = _Flight(collective, self._keep(collective, member))
+        try:
+            while not flight.finished:
+                self._attempt(flight)
+            return flight.result
+        finally:
+            self._flight = None
+
+    def _attempt(self, flight: _Flight) -> None:
+        try:
+            self._repairs.drill()
+            self._fly(flight)
+        except RuntimeError as error:
+            if not self._repairs.recovers(error):
+                raise
+            failure = error
+        else:
+            return
+        self._repairs.recover_in_place(failure)  # may have finished the flight, with those that had been faster
+        if not flight.finished:
+            flight.restore()
+
+    def _fly(self, flight: _Flight) -> None:
+        flight.result = flight.collective.run()
+        flight.finished = True
+        flight.kept.seal()
+        member = self._member(flight.collective.group.group_name)
+        member.finished += 1
+        member.last = flight.kept
+
+    def _member(self, group: str) -> _Member:
+        if group not in self._members:
+            self._members[group] = _Member(_Shelf())
+        return self._members[group]
+
+    @torch.no_grad()
+    def _keep(self, collective: Collective, member: _Member) -> _Kept:
+        inputs = collective.inputs
+        if not inputs or (not collective.in_place and _nbytes(inputs) > _nbytes(collective.outputs)):
+            # A reduce-scatter's: large, and nobody writes to it. An all-gather's is often a part of its own output
+            return _Kept(collective, [tensor.detach() for tensor in inputs])
+        return _Kept(collective, member.shelf.copy(inputs, member.finished))
+
+    # -- called in a repair
+
+    def report(self) -> dict[str, GroupReport]:
+        """How far this rank has come in each of its groups."""
+        flying = self._flight.collective.group.group_name if self.flying else None
+        return {
+            name: GroupReport(
+                finished=member.finished,
+                in_flight=name == flying,
+                kept=member.last is not None and member.last.sound,
+            )
+            for name, member in self._members.items()
+        }
+
+    @property
+    def flying(self) -> bool:
+        """Whether this rank is inside a collective."""
+        return self._flight is not None and not self._flight.finished
+
+    def serve(self, newest: dict[str, int]) -> None:
+        """Run the newest collective of some groups again, since not all members have finished it.
+
+        Args:
+            newest: Its number for each group, in the same order on all ranks; groups of other ranks are passed over.
+        """
+        for name, number in newest.items():
+            if name in self._members:
+                self._serve(name, self._members[name], number)
+
+    def _serve(self, name: str, member: _Member, newest: int) -> None:
+        if member.finished == newest:
+            member.last.serve(current_by_name(name))
+        else:
+            self._flight.restore()
+            self._fly(self._flight)
+
+    def forget(self) -> None:
+        """The update runs again from its start on every rank: count anew."""
+        for member in self._members.values():
+            member.finished, member.last = 0, None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that hold copies."""
+        return sum(member.shelf.nbytes for member in self._members.values())

@@ -1,0 +1,177 @@
+"""The sentinel: a small process beside each rank that says when the rank has died, is stopped, or cannot be heard.
+
+A thread of the rank could not do this. A thread needs the interpreter's lock, so a rank that holds it for some seconds
+would look dead, and with a stopped process all its threads are stopped. The sentinel is forked, so it costs no import and
+little memory, and it does three things: it waits for the end of its rank, looks whether its rank is stopped, and exchanges
+heartbeats with the sentinel of the next rank, which finds a node that is gone. What it finds it says as a stop notice.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_accelpact.recovery.control import ControlLost, ControlPlane, Endpoint, Notice
+
+_BEATS_PER_DEADLINE = 6
+_LAST_WORDS_S = 10
+_FAREWELL = b"x"
+_LEFT = "left"
+_STOPPED = frozenset("Tt")  # states in /proc/PID/stat: by a signal, by a debugger
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """What a sentinel is told.
+
+    Args:
+        endpoint: Where the control store is.
+        rank: Global rank of its process.
+        world_size: Number of ranks.
+        deadline: Seconds of silence or standstill after which a rank counts as lost.
+        connect: How long to wait for the control store.
+    """
+
+    endpoint: Endpoint
+    rank: int
+    world_size: int
+    deadline: float
+    connect: timedelta
+
+
+class Sentinel:
+    """This rank's sentinel, from the rank's side.
+
+    Args:
+        watch: What it is told.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        read, self._farewell = os.pipe()
+        rank = os.getpid()
+        self._pid = os.fork()
+        if not self._pid:
+            _stand_guard(watch, rank, read)
+        os.close(read)
+
+    def close(self) -> None:
+        """The rank leaves in good order."""
+        with suppress(BrokenPipeError):
+            os.write(self._farewell, _FAREWELL)
+        os.close(self._farewell)
+        with suppress(ChildProcessError):  # somebody else has waited for it
+            os.waitpid(self._pid, 0)
+
+
+def _stand_guard(watch: Watch, rank: int, farewell: int) -> None:
+    """The life of the sentinel's process; does not return."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):  # meant for the rank, which then ends or says farewell
+            signal.signal(number, signal.SIG_IGN)
+        # A copy of the rank's connections would keep them open after its end
+        os.closerange(3, farewell)
+        os.closerange(farewell + 1, os.sysconf("SC_OPEN_MAX"))
+        _Guard(watch, rank, farewell).run()
+    except (ControlLost, dist.DistError):
+        pass  # the ranks' own monitors have lost the store as well, and say so
+    finally:
+        os._exit(0)
+
+
+class _Guard:
+    """Looks after its rank in the main thread, which never waits for the store: the rank may be the one that serves it."""
+
+    def __init__(self, watch: Watch, rank: int, farewell: int) -> None:
+        self._watch = watch
+        self._rank = rank
+        self._farewell = farewell
+        self._end = os.pidfd_open(rank)
+        self._interval = watch.deadline / _BEATS_PER_DEADLINE
+        self._control = self._connect()
+        self._stopped_since: float | None = None
+
+    def _connect(self) -> ControlPlane:
+        watch = self._watch
+        endpoint = replace(watch.endpoint, hosted_here=False, kept=None)
+        return ControlPlane(endpoint=endpoint, rank=watch.rank, world_size=watch.world_size, deadline=watch.connect)
+
+    def run(self) -> None:
+        """Watch until there is nothing left to watch."""
+        beats = Heartbeats(self._connect(), self._watch)
+        threading.Thread(target=beats.run, args=(self._say,), daemon=True).start()
+        while not self._rank_has_left():
+            if self._standstill():
+                # Nobody waits for it any more: it must not wake up and go on by itself
+                os.kill(self._rank, signal.SIGKILL)
+                signal.alarm(_LAST_WORDS_S)
+                return self._say(self._watch.rank, f"its process {self._rank} was stopped for {self._watch.deadline:g} s")
+
+    def _rank_has_left(self) -> bool:
+        ready, _, _ = select.select([self._farewell, self._end], [], [], self._interval)
+        if ready:
+            signal.alarm(_LAST_WORDS_S)  # ends this process, also if the store does not answer
+        if self._farewell in ready and os.read(self._farewell, 1) == _FAREWELL:
+            self._control.store.set(_beat_key(self._watch.rank), _LEFT)
+        elif ready:
+            self._say(self._watch.rank, f"its process {self._rank} has ended without a farewell")
+        return bool(ready)
+
+    def _standstill(self) -> bool:
+        """Whether the rank has been stopped for too long."""
+        state = Path(f"/proc/{self._rank}/stat").read_text().rpartition(")")[2].split()[0]
+        now = time.monotonic()
+        if state not in _STOPPED:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        return self._stopped_since is not None and now - self._stopped_since > self._watch.deadline - self._interval
+
+    def _say(self, rank: int, reason: str) -> None:
+        self._control.notify(Notice(generation=1, rank=rank, reason=reason, time=time.time(), stop=True))
+
+
+class Heartbeats:
+    """One sentinel's part in the ring: gives its own beat, and listens to the next rank's.
+
+    Args:
+        control: A connection of its own.
+        watch: What the sentinel is told.
+    """
+
+    def __init__(self, control: ControlPlane, watch: Watch) -> None:
+        self._control = control
+        self._watch = watch
+        self._next = (watch.rank + 1) % watch.world_size
+        self._heard = ("", time.monotonic())
+
+    def run(self, say: Callable[[int, str], None]) -> None:
+        """Beat until the sentinel ends; says so once if the next rank falls silent."""
+        beat = 0
+        with suppress(ControlLost, dist.DistError):
+            while not self._silent():
+                beat += 1
+                self._control.store.set(_beat_key(self._watch.rank), str(beat))
+                time.sleep(self._watch.deadline / _BEATS_PER_DEADLINE)
+            say(self._next, f"nothing has been heard of it for {self._watch.deadline:g} s: its node or link is gone")
+
+    def _silent(self) -> bool:
+        beat, now = self._control.peek(_beat_key(self._next)) or "", time.monotonic()
+        last, since = self._heard
+        if beat != last:
+            self._heard = (beat, now)
+            return False
+        return last not in ("", _LEFT) and now - since > self._watch.deadline
+
+
+def _beat_key(rank: int) -> str:
+    return f"beat/{rank}"

@@ -1,0 +1,1 @@
+"""Lightning's own tests of ``ModelParallelStrategy``, from a checkout of its sources, run with ``accelpact_hsdp``."""
