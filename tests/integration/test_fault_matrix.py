@@ -172,4 +172,5 @@ def test_a_fault_in_the_last_update(place: str, kind: FaultKind, reference: Any)
     # Nobody may have left by then: the ranks end the fit together
     last = {"updates": 3}
     fault = Fault(kind=kind, rank=3, **{**PLACES[place], "update": 3 if place == "boundary" else 2})
-    assert incidents(check([fault], reference, last))
+    found = incidents(check([fault], reference, last))
+    assert found or (kind is FaultKind.SOCKETS and place != "last-backward")  # else no collective needs them any more
