@@ -42,9 +42,11 @@ class Links(Protocol):
 
     Args:
         synchronous: Whether a collective has finished when its call returns, so that it can be run again there.
+        connect_timeouts: How many times the timeout that it is given making a group may take.
     """
 
     synchronous: bool
+    connect_timeouts: int
 
     def watch(self) -> None:
         """Called right before one or more groups are made."""
@@ -79,11 +81,17 @@ class GlooLinks:
     ``abort()`` and ``shutdown()`` of a Gloo group do not wake a collective that waits; shutting its connected sockets
     down does, within about a millisecond, on both ends. The listening sockets are left alone: closing one ends the
     process.
+
+    Args:
+        ignored_ports: Connections from or to these belong to somebody else.
+        silence: Seconds after which a link fails whose other end does not answer.
     """
 
     synchronous = True
+    connect_timeouts = 5  # a constant of Gloo's, seen with a link that is cut
 
-    def __init__(self, ignored_ports: Iterable[int] = ()) -> None:
+    def __init__(self, ignored_ports: Iterable[int] = (), *, silence: float) -> None:
+        self._silence = silence
         self._ignored_ports = frozenset(ignored_ports)
         self._sockets: dict[str, dict[int, str]] = {}
         self._seen: dict[int, str] = {}
@@ -99,6 +107,8 @@ class GlooLinks:
         fresh = {fd: inode for fd, inode in seen.items() if self._seen.get(fd) != inode}
         self._sockets[group] = {fd: inode for fd, inode in fresh.items() if self._is_link(fd)}
         self._seen = seen
+        for fd in self._sockets[group]:
+            sockets.limit_silence(fd, self._silence)
 
     def cut(self, groups: Iterable[str] | None = None) -> int:
         self._down = self._down or groups is None
@@ -129,6 +139,7 @@ class NcclLinks:
     """
 
     synchronous = False
+    connect_timeouts = 1
 
     def __init__(self, deadline: timedelta) -> None:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -266,13 +277,16 @@ class Communicators:
         try:
             groups = {spec.name: self._create(spec) for spec in self._specs}
         except RuntimeError as error:
+            self._cut_store()  # the next try begins with a new connection
             raise CommunicatorLost(f"rebuilding generation {self.generation} failed: {error}") from error
         self._meeting = False
         self._complete = True
         return groups
 
     def _create(self, spec: GroupSpec) -> dist.ProcessGroup:
-        group = c10d.create_group(spec, rank=self._rank, store=self._store, timeout=self._rebuild_timeout)
+        connect = self._rebuild_timeout / self.links.connect_timeouts
+        group = c10d.create_group(spec, rank=self._rank, store=self._store, timeout=connect)
+        c10d.set_timeout(group, self._rebuild_timeout)  # for the validation
         self.links.record(self._label(spec))
         return group
 

@@ -68,6 +68,7 @@ class Endpoint:
         hosted_here: Whether this process serves it. Under an elastic agent, which outlives every rank, no rank does.
         namespace: Prefix of all keys; differs between attempts of a relaunched job.
         kept: What must live as long as the endpoint.
+        silence: Seconds after which a connection counts as broken whose other end does not answer.
     """
 
     host: str
@@ -75,6 +76,7 @@ class Endpoint:
     hosted_here: bool
     namespace: str = "accelpact"
     kept: Any = None
+    silence: float = 3.0
 
     @classmethod
     def from_environment(
@@ -113,8 +115,16 @@ class Endpoint:
         )
 
     def connect(self, deadline: timedelta) -> dist.Store:
-        """A connection of one's own: a client is locked while it waits, so every thread needs another."""
+        """A connection of one's own: a client is locked while it waits, so every thread needs another.
+
+        Raises:
+            DistError: if nobody has answered when the deadline has passed.
+        """
         client = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=deadline)
+        for fd in sockets.open_sockets():
+            # Its file descriptor is not known, and for the other connections to this port it does no harm
+            if sockets.ports(fd)[1] == self.port:
+                sockets.limit_silence(fd, self.silence)
         return dist.PrefixStore(self.namespace, client)
 
 
@@ -151,6 +161,72 @@ def interface_address(name: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
+class Unanswered(RuntimeError):
+    """The connection broke before the answer came: nobody knows whether the operation took effect."""
+
+
+_PATIENCE = timedelta(seconds=2)
+_BREAKS = 10  # of the connection, in one operation
+
+
+class Line:
+    """A connection to the control store that is made again when it breaks, which torch's client does not do.
+
+    Args:
+        endpoint: Where the store is.
+        deadline: How long an operation may take.
+
+    Raises:
+        ControlLost: in every method, if the store cannot be reached again within two seconds.
+    """
+
+    def __init__(self, endpoint: Endpoint, deadline: timedelta) -> None:
+        self._endpoint = endpoint
+        self._deadline = deadline
+        self._store = endpoint.connect(deadline)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter.
+
+        Raises:
+            Unanswered: if the connection broke: to try again could count twice.
+        """
+        try:
+            return self._store.add(key, amount)
+        except dist.DistNetworkError as error:
+            self._connect_again(error)
+            raise Unanswered(str(error)) from error
+
+    def _repeat(self, name: str, *args: Any) -> Any:
+        """An operation that does nothing new when it is done once more."""
+        for _ in range(_BREAKS):
+            try:
+                return getattr(self._store, name)(*args)
+            except dist.DistNetworkError as error:
+                self._connect_again(error)
+        raise ControlLost(f"the connection to the control store broke {_BREAKS} times during one operation")
+
+    def _connect_again(self, error: BaseException) -> None:
+        try:
+            self._store = self._endpoint.connect(_PATIENCE)
+        except dist.DistError as again:
+            raise ControlLost(f"the control store does not answer: {error}; nor to a new connection: {again}") from again
+        self._store.set_timeout(self._deadline)
+
+
+def _repeated(name: str) -> Callable[..., Any]:
+    def method(self: Line, *args: Any) -> Any:
+        return self._repeat(name, *args)
+
+    method.__name__ = name
+    method.__doc__ = f"``Store.{name}``, on a new connection if the old one breaks."
+    return method
+
+
+for _name in ("wait", "get", "set", "check", "compare_set", "delete_key", "multi_get", "multi_set"):
+    setattr(Line, _name, _repeated(_name))
+
+
 class ControlPlane:
     """Agreement, notices and small gathers for one rank.
 
@@ -167,11 +243,11 @@ class ControlPlane:
         self.world_size = world_size
         self.deadline = deadline
         self._server = endpoint.serve()
-        self.store = endpoint.connect(deadline)
+        self.store = Line(endpoint, deadline)
 
     # -- registers
 
-    def settle(self, key: str, value: str, *, store: dist.Store | None = None) -> str:
+    def settle(self, key: str, value: str, *, store: Line | None = None) -> str:
         """Write a register unless it has a value; returns the value that stands."""
         return self._call(lambda: (store or self.store).compare_set(key, "", value)).decode()
 
@@ -181,8 +257,6 @@ class ControlPlane:
             self.store.wait([key], deadline or self.deadline)
         except dist.DistStoreError:
             return self.settle(key, otherwise)
-        except dist.DistNetworkError as error:
-            raise ControlLost(str(error)) from error
         return self._call(lambda: self.store.get(key)).decode()
 
     def peek(self, key: str) -> str | None:
@@ -199,7 +273,11 @@ class ControlPlane:
             expired: A ballot that no rank can still be waiting for; the first rank to vote removes it, so that a run of
                 weeks does not fill the store.
         """
-        count = self._call(lambda: self.store.add(f"{ballot}/count", 1))
+        try:
+            count = self._call(lambda: self.store.add(f"{ballot}/count", 1))
+        except Unanswered:
+            self.veto(ballot)  # whether it was counted or not: the repair costs less than a wrong count
+            return
         if count == self.world_size:
             self.settle(ballot, _YES)
         elif count == 1 and expired is not None:
@@ -209,7 +287,7 @@ class ControlPlane:
         """Wait until the ballot is settled: true if every rank voted, false if anyone vetoed first."""
         return self.read(ballot, otherwise=_NO) == _YES
 
-    def veto(self, ballot: str, *, store: dist.Store | None = None) -> bool:
+    def veto(self, ballot: str, *, store: Line | None = None) -> bool:
         """Settle a ballot with "no" unless it is settled; true if it has passed all the same."""
         return self.settle(ballot, _NO, store=store) == _YES
 
@@ -227,15 +305,13 @@ class ControlPlane:
             self.store.wait(keys, deadline or self.deadline)
         except dist.DistStoreError:
             self.abandon(topic)
-        except dist.DistNetworkError as error:
-            raise ControlLost(str(error)) from error
         answers = [answer.decode() for answer in self._call(lambda: self.store.multi_get(keys))]
         silent = [rank for rank, answer in enumerate(answers) if answer == _NO]
         if silent:
             raise Superseded(f"ranks {silent} did not answer in {topic}")
         return [json.loads(answer) for answer in answers]
 
-    def abandon(self, topic: str, *, store: dist.Store | None = None) -> None:
+    def abandon(self, topic: str, *, store: Line | None = None) -> None:
         """End an exchange for everybody: answers not given by now are settled as missing."""
         for peer in range(self.world_size):
             self.settle(f"{topic}/{peer}", _NO, store=store)
@@ -265,7 +341,7 @@ class ControlPlane:
         Args:
             patience: How long it waits at the most. Whoever comes later finds no store, and has nothing to leave.
         """
-        with suppress(dist.DistError):
+        with suppress(dist.DistError, ControlLost, Unanswered):
             self.store.add("closed", 1)
             limit = time.monotonic() + patience.total_seconds()
             while self._server is not None and self.store.add("closed", 0) < self.world_size:
@@ -294,7 +370,7 @@ class InterruptibleStore:
         self._endpoint = endpoint
         self._deadline = deadline
         self._connection: dict[int, str] = {}
-        self._store: dist.Store | None = None
+        self._store: Line | None = None
 
     def for_generation(self, generation: int) -> dist.Store:
         """The store on which the groups of one generation meet; connects again if it was interrupted."""
@@ -338,13 +414,13 @@ class Monitor:
     def __init__(
         self,
         control: ControlPlane,
-        on_notice: Callable[[Notice, dist.Store], None],
+        on_notice: Callable[[Notice, Line], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._control = control
         self._on_notice = on_notice
         self._on_lost = on_lost
-        self._store = control.endpoint.connect(control.deadline)
+        self._store = Line(control.endpoint, control.deadline)
         self._closing = False
         self.latest: Notice | None = None
         self._thread = threading.Thread(target=self._run, name="accelpact-monitor", daemon=True)
@@ -369,10 +445,9 @@ class Monitor:
                 self._store.wait([_wake_key(generation, self._control.rank)], _FOREVER)
                 if self._closing:
                     return
-                text = self._store.get(_notice_key(generation)).decode()
-            except dist.DistError as error:
+                self.latest = Notice(**json.loads(self._store.get(_notice_key(generation)).decode()))
+                self._on_notice(self.latest, self._store)
+            except (dist.DistError, ControlLost) as error:
                 if not self._closing:
                     self._on_lost(str(error))
                 return
-            self.latest = Notice(**json.loads(text))
-            self._on_notice(self.latest, self._store)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
 
-from lightning_accelpact.recovery.control import Notice, Superseded
+from lightning_accelpact.recovery.control import Line, Notice, Superseded
 
 
 class Inbox:
     """What this rank has been told, and what it is waiting for."""
 
     def __init__(self) -> None:
-        self._waiting: tuple[int, Callable[[dist.Store], object]] | None = None
+        self._waiting: tuple[int, Callable[[Line], object]] | None = None
         self.latest: Notice | None = None
         self.stop: Notice | None = None
         self.control_lost = ""
 
-    def take(self, notice: Notice, store: dist.Store) -> None:
+    def take(self, notice: Notice, store: Line) -> None:
         """A notice has come: end what the main thread waits for, if that belongs to an older repair, or all is to stop.
 
         Args:
@@ -39,7 +38,7 @@ class Inbox:
         return self.latest.generation if self.latest else 0
 
     @contextmanager
-    def interruptible(self, generation: int, end: Callable[[dist.Store], object]) -> Iterator[None]:
+    def interruptible(self, generation: int, end: Callable[[Line], object]) -> Iterator[None]:
         """Let a notice newer than ``generation`` end what this rank waits for.
 
         Args:

@@ -1,7 +1,7 @@
 """The repair: OBSERVE, ADMIT_LOCAL, AGREE, REPLACE, REBIND, VALIDATE_AND_RELEASE (paper, six-phase state machine).
 
-A fault during a repair starts it again at the next generation; after ``repair_budget`` seconds or
-``max_repairs_per_update`` tries it becomes ``RESTART``.
+A fault during a repair starts it again at the next generation, and so does a link that is still down; after
+``repair_budget`` seconds, or after ``max_repairs_per_update`` repairs of one update, it becomes ``RESTART``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_accelpact.recovery.communicator import (
     dispose,
     is_communication_error,
 )
-from lightning_accelpact.recovery.control import ControlLost, ControlPlane, Notice, Superseded
+from lightning_accelpact.recovery.control import ControlLost, ControlPlane, Line, Notice, Superseded
 from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
 from lightning_accelpact.recovery.guard import BoundaryGuard
 from lightning_accelpact.recovery.inbox import Inbox
@@ -37,6 +37,7 @@ from lightning_accelpact.recovery.retry import Retry
 
 log = logging.getLogger("accelpact")
 
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 1.0  # between two tries of one repair
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
 class UpdateAborted(BaseException):
@@ -121,7 +122,7 @@ class RepairMachine:
 
     # -- called by the monitor thread
 
-    def on_notice(self, notice: Notice, store: dist.Store) -> None:
+    def on_notice(self, notice: Notice, store: Line) -> None:
         """Take in a peer's notice: end what this rank waits for, and make a blocked collective return."""
         self._inbox.take(notice, store)
         self._communicators.interrupt(before=notice.generation)
@@ -353,6 +354,7 @@ class RepairMachine:
             except (CommunicatorLost, Superseded) as again:
                 reason = _summary(again)
                 _drop_frames(again)
+                self._back_off(incident)
             except ControlLost as lost:
                 self._fail_stop(str(lost), incident)
             except RuntimeError as failure:
@@ -379,6 +381,13 @@ class RepairMachine:
         self._communicators.interrupt(before=generation)
         return generation
 
+    def _back_off(self, incident: Incident) -> None:
+        """Between two tries of a repair: a link that is down may stay so for a while. A notice ends the wait."""
+        pause = min(_LONGEST_PAUSE_S, _SHORTEST_PAUSE_S * 2 ** min(incident.attempts, 20))
+        until = time.monotonic() + pause
+        while not self.pending and time.monotonic() < until:
+            time.sleep(_SHORTEST_PAUSE_S)
+
     def _check_orders(self, incident: Incident) -> None:
         if self._inbox.control_lost:
             self._fail_stop(f"the control store is lost: {self._inbox.control_lost}", incident)
@@ -387,7 +396,8 @@ class RepairMachine:
 
     def _check_budget(self, incident: Incident, reason: str, begun: float) -> None:
         policy, spent = self._policy, time.monotonic() - begun
-        begun_here = self._repairs_at[self.progress.frontier] = self._repairs_at.get(self.progress.frontier, 0) + 1
+        begun_here = self._repairs_at.get(self.progress.frontier, 0) + (incident.attempts == 0)
+        self._repairs_at[self.progress.frontier] = begun_here
         if spent > policy.repair_budget:
             self.stop_all(f"no repair within repair_budget={policy.repair_budget:g} s: {reason}", incident)
         if begun_here > policy.max_repairs_per_update:

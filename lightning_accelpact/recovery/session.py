@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_accelpact.recovery import c10d
 from lightning_accelpact.recovery.c10d import Collective
 from lightning_accelpact.recovery.communicator import Communicators, GlooLinks, Links, NcclLinks
-from lightning_accelpact.recovery.control import ControlPlane, Endpoint, InterruptibleStore, Monitor, Notice
+from lightning_accelpact.recovery.control import ControlPlane, Endpoint, InterruptibleStore, Line, Monitor, Notice
 from lightning_accelpact.recovery.machine import RepairMachine
 from lightning_accelpact.recovery.sentinel import Sentinel, Watch
 
@@ -31,7 +32,7 @@ class Session:
         backend: Backend of the training groups, ``gloo`` or ``nccl``.
         collective_timeout: How long a collective, or a commit vote, may take.
         rebuild_timeout: How long making one communicator may take in a repair.
-        heartbeat_deadline: Seconds of silence or standstill after which a rank counts as lost.
+        heartbeat_deadline: Seconds of silence or standstill after which a rank counts as lost, and a link as broken.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class Session:
         rebuild_timeout: timedelta,
         heartbeat_deadline: float,
     ) -> None:
+        self._collective_timeout = collective_timeout
+        endpoint = replace(endpoint, silence=heartbeat_deadline)
         # First of all: a fork copies what there is
         self._sentinel = Sentinel(
             Watch(
@@ -63,7 +66,7 @@ class Session:
             rank=rank,
             make_store=self._meeting.for_generation,
             cut_store=self._meeting.cut,
-            links=_links(backend, endpoint, rebuild_timeout),
+            links=_links(backend, endpoint, rebuild_timeout, heartbeat_deadline),
             timeout=collective_timeout,
             rebuild_timeout=rebuild_timeout,
         )
@@ -107,7 +110,9 @@ class Session:
 
     def _make_groups(self, dimension: str, members: list[list[int]]) -> dist.ProcessGroup:
         with self.communicators.adopt(dimension):
-            groups = [dist.new_group(ranks, group_desc=f"mesh_{dimension}") for ranks in members]
+            groups = [
+                dist.new_group(ranks, timeout=self._collective_timeout, group_desc=f"mesh_{dimension}") for ranks in members
+            ]
         return next(group for group, ranks in zip(groups, members, strict=True) if self.control.rank in ranks)
 
     @property
@@ -129,7 +134,7 @@ class Session:
     def _run_collective(self, collective: Collective) -> Any:
         return collective.plain() if self._machine is None else self._machine.retry.run(collective)
 
-    def _on_notice(self, notice: Notice, store: dist.Store) -> None:
+    def _on_notice(self, notice: Notice, store: Line) -> None:
         if self._machine is not None:
             self._machine.on_notice(notice, store)
 
@@ -152,5 +157,5 @@ def close() -> None:
         session.close()
 
 
-def _links(backend: str, endpoint: Endpoint, deadline: timedelta) -> Links:
-    return NcclLinks(deadline) if "nccl" in backend else GlooLinks(ignored_ports=(endpoint.port,))
+def _links(backend: str, endpoint: Endpoint, deadline: timedelta, silence: float) -> Links:
+    return NcclLinks(deadline) if "nccl" in backend else GlooLinks(ignored_ports=(endpoint.port,), silence=silence)

@@ -46,6 +46,20 @@ def ports(fd: int) -> tuple[int, int]:
             return 0, 0
 
 
+def limit_silence(fd: int, seconds: float) -> None:
+    """Let a TCP connection fail once its peer's machine has answered nothing for some seconds.
+
+    It is the kernel that answers, so a peer that computes, or is stopped, is not silent. Otherwise a connection over a link
+    that was cut waits for ever if it has nothing to send, and some fifteen minutes if it has.
+    """
+    with borrow(fd) as link:
+        if link is not None:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1e3 * seconds)))
+
+
 def _is_open(fd: int, inode: str) -> bool:
     try:
         return os.readlink(f"/proc/self/fd/{fd}") == inode

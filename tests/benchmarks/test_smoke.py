@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import guard_overhead, repair
+from benchmarks import guard_overhead, repair, soak
 from benchmarks.destroyer import can_destroy
 from benchmarks.guard_overhead import Blocks, added, median_range, per_update
 from benchmarks.lab import Lab, why_not
@@ -73,6 +73,19 @@ def test_external_faults() -> None:
     assert found["bit_exact"] is True
     assert found["destroyed"] > 0 < found["repairs"]
     assert found["redone_micro_batches"] == 0
+
+
+def test_soak() -> None:
+    found = figures("soak", "--layers", "2", "--faults", "20")
+    assert found["bit_exact"] is True
+    assert found["faults"] >= 20
+    assert found["repairs"] >= found["faults"] - len(found["not_struck"]) - 5  # two may fall into one repair
+    assert set(found["actions"]) <= {"preserve", "roll_forward", "retry", "redo"}
+    assert found["schedule"] == [str(fault) for fault in soak.schedule(0, 20, 4)]
+    early, late = found["files"]
+    assert late <= early + 4
+    early, late = found["threads"]
+    assert late <= early + 8  # retired groups end in the background
 
 
 @pytest.mark.skipif(bool(reason := why_not()), reason=reason or "never")

@@ -142,7 +142,7 @@ def test_a_repair_that_was_cut_short_knows_all_groups_in_the_next_try() -> None:
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> GlooLinks:
     monkeypatch.setattr(c10d, "make_waits_interruptible", lambda interrupted: None)  # it would stay for all tests
-    return GlooLinks()
+    return GlooLinks(silence=3.0)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_listening_sockets_and_ignored_ports_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, connect: Any, listener: socket.socket
 ) -> None:
     monkeypatch.setattr(c10d, "make_waits_interruptible", lambda interrupted: None)
-    links = GlooLinks(ignored_ports=[listener.getsockname()[1]])
+    links = GlooLinks(ignored_ports=[listener.getsockname()[1]], silence=3.0)
     links.watch()
     control = connect()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socketpair()[0]:

@@ -15,14 +15,17 @@ import pytest
 import torch.distributed as dist
 from cluster import free_port
 
+from lightning_accelpact.recovery import sockets
 from lightning_accelpact.recovery.control import (
     ControlLost,
     ControlPlane,
     Endpoint,
     InterruptibleStore,
+    Line,
     Monitor,
     Notice,
     Superseded,
+    Unanswered,
     interface_address,
 )
 
@@ -474,3 +477,68 @@ def test_an_unknown_interface_is_refused_with_those_that_exist() -> None:
         interface_address("nowhere0")
     assert "control_interface='nowhere0' is not an interface with an IPv4 address" in str(caught.value)
     assert "'lo'" in str(caught.value)
+
+
+# -- a connection that breaks
+
+
+@pytest.fixture
+def line(endpoint: Endpoint) -> Iterator[Callable[[], Line]]:
+    """Connections to a store that is there until the test is over."""
+    server = endpoint.serve()
+    yield lambda: Line(replace(endpoint, hosted_here=False), LONG)
+    del server
+
+
+def cut(endpoint: Endpoint) -> int:
+    """Shut every connection to the store; returns how many there were."""
+    links = [(fd, inode) for fd, inode in sockets.open_sockets().items() if endpoint.port in sockets.ports(fd)]
+    return sum(sockets.shut(fd, inode) for fd, inode in links)
+
+
+def test_operations_go_on_over_a_new_connection(endpoint: Endpoint, line: Callable[[], Line]) -> None:
+    one = line()
+    one.set("a", "1")
+    operations: list[Callable[[], Any]] = [
+        lambda: one.get("a"),
+        lambda: one.check(["a"]),
+        lambda: one.wait(["a"], LONG),
+        lambda: one.compare_set("b", "", "2"),
+        lambda: one.multi_get(["a", "b"]),
+        lambda: one.delete_key("a"),
+    ]
+    answers = []
+    for operation in operations:
+        assert cut(endpoint)
+        answers.append(operation())
+    assert answers == [b"1", True, None, b"2", [b"1", b"2"], True]
+
+
+def test_a_wait_goes_on_over_a_new_connection(endpoint: Endpoint, line: Callable[[], Line]) -> None:
+    waiting, other = line(), line()
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(waiting.wait, ["late"], LONG)
+        time.sleep(0.1)
+        assert not ended.done()
+        assert cut(endpoint)
+        time.sleep(0.1)
+        assert not ended.done()
+        other.set("late", "")
+        ended.result(30)
+
+
+def test_what_may_have_been_counted_is_not_counted_again(endpoint: Endpoint, line: Callable[[], Line]) -> None:
+    one = line()
+    assert one.add("count", 1) == 1
+    cut(endpoint)
+    with pytest.raises(Unanswered):
+        one.add("count", 1)
+    assert one.add("count", 1) in (2, 3)
+
+
+def test_a_vote_that_may_not_have_been_counted_fails_for_everybody(endpoint: Endpoint, planes: MakePlanes) -> None:
+    first, second = planes(2)
+    cut(endpoint)
+    first.cast("ballot")
+    second.cast("ballot")
+    assert [plane.tally("ballot") for plane in (first, second)] == [False, False]
