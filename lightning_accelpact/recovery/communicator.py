@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -308,24 +307,46 @@ class Communicators:
             c10d.set_timeout(group, self._timeout)
 
 
+_disposals: set[threading.Thread] = set()
+_left_alive: list[dist.ProcessGroup] = []
+_exiting = threading.Event()
+
+
 def dispose(groups: list[dist.ProcessGroup]) -> None:
     """Destroy retired groups in the background: their threads take some 15 ms each to end, without the GIL.
 
     A collective that was left behind may hold up the end for its whole timeout. So nobody else may drop the last
     reference: code that was inside a collective during the repair still holds the group that it was called on.
     """
-    threading.Thread(target=_bury, args=(groups,), name="accelpact-dispose", daemon=True).start()
+    thread = threading.Thread(target=_dispose, args=(groups,), name="accelpact-dispose", daemon=True)
+    _disposals.add(thread)
+    thread.start()
+
+
+def end_disposals(patience: float) -> None:
+    """Before the interpreter exits: end these threads, since one that is in the middle of a destructor then aborts.
+
+    Args:
+        patience: Seconds to wait for each at the most.
+    """
+    _exiting.set()
+    for thread in list(_disposals):
+        thread.join(patience)
+    _exiting.clear()
 
 
 _LOOKS = 200  # at somebody else's reference, up to 0.5 s apart
 _OURS = 3  # references to a group below: the list's, the variable's, and the argument's of getrefcount()
 
 
-def _bury(groups: list[dist.ProcessGroup]) -> None:
+def _dispose(groups: list[dist.ProcessGroup]) -> None:
     for look in range(_LOOKS):
         held = [group for group in groups if sys.getrefcount(group) > _OURS]
         groups[:] = held  # the others end here
         if not held:
-            return
+            break
         del held
-        time.sleep(min(0.5, 0.01 * 2**look))
+        if _exiting.wait(min(0.5, 0.01 * 2**look)):
+            _left_alive.extend(groups)
+            break
+    _disposals.discard(threading.current_thread())

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_accelpact.recovery import c10d
 from lightning_accelpact.recovery.c10d import Collective
-from lightning_accelpact.recovery.communicator import Communicators, GlooLinks, Links, NcclLinks
+from lightning_accelpact.recovery.communicator import Communicators, GlooLinks, Links, NcclLinks, end_disposals
 from lightning_accelpact.recovery.control import ControlPlane, Endpoint, InterruptibleStore, Line, Monitor, Notice
 from lightning_accelpact.recovery.machine import RepairMachine
 from lightning_accelpact.recovery.sentinel import Sentinel, Watch
@@ -147,6 +147,7 @@ class Session:
         self._sentinel.close()
         self.monitor.close()
         self.control.close(_PATIENCE)
+        end_disposals(_PATIENCE.total_seconds())
 
 
 def close() -> None:

@@ -22,6 +22,7 @@ from lightning_accelpact.recovery.communicator import (
     GlooLinks,
     NcclLinks,
     dispose,
+    end_disposals,
     is_communication_error,
 )
 from lightning_accelpact.recovery.fault import InjectedFault
@@ -323,3 +324,13 @@ def test_who_still_holds_a_retired_group_does_not_destroy_it() -> None:
     while groups and time.monotonic() < deadline:
         time.sleep(0.001)
     assert Retired.ended_in == ["accelpact-dispose"] * 2
+
+
+def test_disposals_end_before_the_interpreter_does() -> None:
+    still_used = Retired()
+    groups = [still_used]
+    dispose(groups)  # type: ignore[arg-type]
+    end_disposals(30)
+    assert not [thread for thread in threading.enumerate() if thread.name == "accelpact-dispose"]
+    assert still_used in communicator._left_alive
+    communicator._left_alive.clear()
