@@ -6,7 +6,6 @@ figure is in ``docs/benchmarks.md``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import parser as arguments_of
 from benchmarks.destroyer import Connection, SocketDestroyer, can_destroy, connections
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
@@ -76,14 +76,10 @@ def render(figures: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 if the end state differs from that of the undisturbed run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.external_faults", description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4, help="processes, an even number (default 4)")
-    parser.add_argument("--layers", type=int, default=8, help="sharded blocks; the root comes on top (default 8)")
-    parser.add_argument("--width", type=int, default=64, help="features of a block (default 64)")
+    parser = arguments_of("external_faults", __doc__, layers=8, width=64)
     parser.add_argument("--updates", type=int, default=450, help="updates, about a minute's (default 450)")
     parser.add_argument("--every", type=float, default=0.5, help="seconds between two destructions (default 0.5)")
     parser.add_argument("--seed", type=int, default=0, help="decides which connections (default 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     if not options["every"] > 0:

@@ -6,7 +6,6 @@ The meaning of each figure, and what "plain" leaves out, is in ``docs/benchmarks
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import _functional_collectives
 
+from benchmarks.arguments import parser as arguments_of
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
 
@@ -159,13 +159,9 @@ def render(figures: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.guard_overhead", description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4, help="processes, an even number (default 4)")
-    parser.add_argument("--layers", type=int, default=8, help="sharded blocks; the root comes on top (default 8)")
-    parser.add_argument("--width", type=int, default=64, help="features of a block (default 64)")
+    parser = arguments_of("guard_overhead", __doc__, layers=8, width=64)
     parser.add_argument("--pairs", type=int, default=60, help="pairs of blocks (default 60)")
     parser.add_argument("--block", type=int, default=5, help="updates in a block (default 5)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     for name in ("pairs", "block"):

@@ -6,7 +6,6 @@ keeps. The meaning of each figure is in ``docs/benchmarks.md``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import defaultdict
@@ -19,6 +18,7 @@ import lightning.pytorch as pl
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import parser as arguments_of
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
 from lightning_accelpact.recovery.digest import state_digest
@@ -195,12 +195,8 @@ def _cell(figures: dict[str, Any], name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 if the end state differs from that of the undisturbed run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.repair", description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4, help="processes, an even number (default 4)")
-    parser.add_argument("--layers", type=int, default=32, help="sharded blocks; the root comes on top (default 32)")
-    parser.add_argument("--width", type=int, default=64, help="features of a block (default 64)")
+    parser = arguments_of("repair", __doc__, layers=32, width=64)
     parser.add_argument("--faults", type=int, default=12, help="injected faults (default 12)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     if options["faults"] < 1:

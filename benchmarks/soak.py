@@ -6,7 +6,6 @@ that any failure can be run again. The meaning of each figure is in ``docs/bench
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,6 +19,7 @@ import lightning.pytorch as pl
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import parser as arguments_of
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
 from lightning_accelpact.recovery.digest import state_digest
@@ -109,13 +109,9 @@ def measure(*, ranks: int, layers: int, width: int, faults: int, seed: int) -> d
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 1 if the end state differs from that of the undisturbed run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=4, help="processes, an even number (default 4)")
-    parser.add_argument("--layers", type=int, default=4, help="sharded blocks; the root comes on top (default 4)")
-    parser.add_argument("--width", type=int, default=32, help="features of a block (default 32)")
+    parser = arguments_of("soak", __doc__, layers=4, width=32)
     parser.add_argument("--faults", type=int, default=200, help="random faults (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="decides which (default 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     if options["faults"] < 1:

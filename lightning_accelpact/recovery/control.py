@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -177,13 +177,21 @@ class Line:
         deadline: How long an operation may take.
 
     Raises:
-        ControlLost: in every method, if the store cannot be reached again within two seconds.
+        ControlLost: in every method, if the store cannot be reached again within two seconds, or nobody listens there any
+            more; and from then on at once.
     """
+
+    _lost: ClassVar[dict[tuple[str, int], str]] = {}  # stores that this process has given up, with the reason
 
     def __init__(self, endpoint: Endpoint, deadline: timedelta) -> None:
         self._endpoint = endpoint
         self._deadline = deadline
         self._store = endpoint.connect(deadline)
+        self._lost.pop(self._address, None)
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        return self._endpoint.host, self._endpoint.port
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter.
@@ -207,11 +215,16 @@ class Line:
         raise ControlLost(f"the connection to the control store broke {_BREAKS} times during one operation")
 
     def _connect_again(self, error: BaseException) -> None:
-        try:
-            self._store = self._endpoint.connect(_PATIENCE)
-        except dist.DistError as again:
-            raise ControlLost(f"the control store does not answer: {error}; nor to a new connection: {again}") from again
-        self._store.set_timeout(self._deadline)
+        if self._address not in self._lost:
+            try:
+                # torch's client would go on trying although nobody listens, which means that the store has ended
+                socket.create_connection(self._address, timeout=_PATIENCE.total_seconds()).close()
+                self._store = self._endpoint.connect(_PATIENCE)
+                self._store.set_timeout(self._deadline)
+                return
+            except (OSError, dist.DistError) as again:
+                self._lost[self._address] = f"{error}; and to a new connection: {again}"
+        raise ControlLost(f"the control store does not answer: {self._lost[self._address]}") from error
 
 
 def _repeated(name: str) -> Callable[..., Any]:

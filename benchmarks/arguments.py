@@ -1,0 +1,22 @@
+"""The command line that the benchmarks have in common."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def parser(name: str, doc: str, *, layers: int, width: int) -> argparse.ArgumentParser:
+    """A parser with the size of the training and the form of the output.
+
+    Args:
+        name: The benchmark's module.
+        doc: Its documentation, of which the first line is the description.
+        layers: Default number of sharded blocks.
+        width: Default number of features of a block.
+    """
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.partition("\n")[0])
+    made.add_argument("--ranks", type=int, default=4, help="processes, an even number (default 4)")
+    made.add_argument("--layers", type=int, default=layers, help=f"sharded blocks; the root comes on top (default {layers})")
+    made.add_argument("--width", type=int, default=width, help=f"features of a block (default {width})")
+    made.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    return made
