@@ -46,14 +46,17 @@ def total(group: dist.ProcessGroup | None = None) -> float:
 
 
 def absent(store: dist.Store, name: str, work: Callable[[], Any]) -> Any:
-    """Rank 0 works while the others stay away, until it is done."""
-    if dist.get_rank() != 0:
+    """Rank 0 works while the others stay away, until it is done; it serves the store, so it waits until they know."""
+    rank, size = rank_and_size()
+    if rank != 0:
         store.wait([name], LONG)
+        store.set(f"{name}/heard by {rank}", "")
         return None
     try:
         return work()
     finally:
         store.set(name, "")
+        store.wait([f"{name}/heard by {peer}" for peer in range(1, size)], LONG)
 
 
 def meet(store: dist.Store, name: str) -> None:

@@ -208,12 +208,13 @@ def test_a_silent_rank_ends_the_exchange_for_all(planes: MakePlanes) -> None:
 
 
 def test_an_answer_at_the_deadline_counts_for_all_or_none(planes: MakePlanes) -> None:
-    world = planes(deadline=timedelta(seconds=0.03))
+    world = planes()
+    deadline = timedelta(seconds=0.03)
 
     def job(plane: ControlPlane) -> str:
         if plane.rank == 2:
             time.sleep(0.02 + 0.002 * (attempt % 10))
-        return json.dumps(plane.exchange(f"topic/{attempt}", {"rank": plane.rank}))
+        return json.dumps(plane.exchange(f"topic/{attempt}", {"rank": plane.rank}, deadline=deadline))
 
     for attempt in range(30):
         assert len({str(answer) for answer in together(world, job)}) == 1
