@@ -115,7 +115,9 @@ def test_a_deadline_of_its_own(planes: MakePlanes) -> None:
 
 
 def test_readers_agree_with_a_writer_at_the_deadline(planes: MakePlanes) -> None:
-    world = planes(deadline=timedelta(seconds=0.03))
+    world = planes()
+    for plane in world:
+        plane.deadline = timedelta(seconds=0.03)  # of what it waits for, not of each word with the store
 
     def job(plane: ControlPlane) -> str:
         if plane.rank == 0:
