@@ -34,7 +34,7 @@ class Lab:
         self._reaper = subprocess.Popen(command, start_new_session=True)
         try:
             self._build()
-        except BaseException:
+        except BaseException:  # also an interrupt: what has been made so far must not stay; raised again
             self.close()
             raise
         return self

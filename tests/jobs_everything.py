@@ -301,7 +301,7 @@ class Striker(pl.Callback):
 
     def _run(self, operation: Callable[[], Any], **options: Any) -> Any:
         machine = self._trainer.strategy.machine
-        if machine.inside_update or self._trainer.strategy.operations._running:
+        if machine.inside_update or self._trainer.strategy.operations.running:
             return self._plain_run(operation, **options)
         name = f"{self._stage} {'goodput' if 'goodput' in self._doing else self._doing[-1]}"
         self.names.append(name)

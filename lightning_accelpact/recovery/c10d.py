@@ -336,15 +336,17 @@ def _gathered(native: Callable[..., dist.Work], lists: list[Tensors], inputs: Te
     return lists[0], inputs, lambda group, out, own: native(group, [out], own, opts)
 
 
+def _from_one_into_one(
+    native: Callable[..., dist.Work], output: torch.Tensor, own: torch.Tensor, opts: Any
+) -> tuple[Any, ...]:
+    return [output], [own], lambda group, out, own: native(group, out[0], own[0], opts)
+
+
 # How the arguments of a method tell outputs, inputs, and the call with others in their place
 _METHODS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "allreduce": lambda native, tensors, opts: (tensors, tensors, lambda group, out, own: native(group, out, opts)),
-    "all_gather_single": lambda native, output, own, opts: (
-        [output], [own], lambda group, out, own: native(group, out[0], own[0], opts)
-    ),
-    "reduce_scatter_single": lambda native, output, own, opts: (
-        [output], [own], lambda group, out, own: native(group, out[0], own[0], opts)
-    ),
+    "all_gather_single": _from_one_into_one,
+    "reduce_scatter_single": _from_one_into_one,
     "allgather": _gathered,
     "barrier": lambda native, opts: ([], [], lambda group, out, own: native(group, opts)),
 }  # fmt: skip

@@ -26,12 +26,11 @@ class Operations:
     def __init__(self, machine: RepairMachine) -> None:
         self._machine = machine
         self._sequence = 0
-        self._running = False
 
     @property
     def running(self) -> bool:
         """Whether an operation is being run by :meth:`run`."""
-        return self._running
+        return self._machine.inside_operation
 
     def run(self, operation: Callable[[], T], *, rewind: Callable[[], None] = lambda: None) -> T:
         """Run an operation of all ranks.
@@ -43,14 +42,14 @@ class Operations:
         Raises:
             FailStop: if a fault in it could not be repaired.
         """
-        if self._machine.inside_update or self._running:
+        if self._machine.inside_update or self.running:
             return operation()
         self._sequence += 1
-        self._running = self._machine.inside_operation = True
+        self._machine.inside_operation = True
         try:
             return self._until_all_have_finished(operation, rewind)
         finally:
-            self._running = self._machine.inside_operation = False
+            self._machine.inside_operation = False
 
     def _until_all_have_finished(self, operation: Callable[[], T], rewind: Callable[[], None]) -> T:
         while True:
