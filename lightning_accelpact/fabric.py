@@ -291,11 +291,13 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             raise UpdateMisuse(_OUTSIDE.format(call="fabric.backward()"))
         self._update.enter(Phase.BACKWARD)
         super().backward(tensor, module, *args, **kwargs)
+        self.machine.leave_pass()
 
     def _backward_or_stop(self, *args: Any, **kwargs: Any) -> None:
         self.machine.enter(Phase.BACKWARD)
         try:
             super().backward(*args, **kwargs)
+            self.machine.leave_pass()
         except RuntimeError as error:
             self.runtime.stop_on_fault(error, 'inside an update, with manual_optimization="fail_stop"')
             raise

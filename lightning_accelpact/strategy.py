@@ -177,7 +177,9 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any):
         """Backward pass."""
         (self._update or self.machine).enter(Phase.BACKWARD)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.machine.leave_pass()
+        return loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Forward, backward, vote and step; the frontier moves when it returns."""

@@ -49,13 +49,13 @@ class GroupReport:
 
     Args:
         finished: Collectives that it has finished; all members count the same ones.
-        in_flight: Whether it is inside the next one, with the inputs at hand.
-        kept: Whether it could run the last finished one again from a kept input.
+        pending: How many after those it has begun, with the inputs at hand.
+        kept: How many of the last finished ones it could run again from kept inputs.
     """
 
     finished: int
-    in_flight: bool = False
-    kept: bool = False
+    pending: int = 0
+    kept: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +113,15 @@ class Decision:
         frontier: The highest frontier reported (``F*``). All ranks stand on it once the roll-forwards are done, or on
             the next one if every rank rolls forward from it.
         reason: One sentence for a person.
-        serve: Groups, in this order, whose newest collective (by its number) runs again on every member before anybody
-            goes on, since some have finished it and some have not.
+        serve: Groups, in this order, with the numbers of the collectives that run again on every member before anybody
+            goes on, since some have finished them and some have not.
     """
 
     verbs: tuple[Action, ...]
     action: Action
     frontier: int
     reason: str
-    serve: dict[str, int] = field(default_factory=dict)
+    serve: dict[str, range] = field(default_factory=dict)
 
 
 def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple(Action)) -> Decision:
@@ -152,7 +152,7 @@ def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple
         return _restart(reports, frontier, f"{forbidden[0].value} is needed but not allowed here")
     action = max(verbs, key=lambda verb: verb.cost)
     uneven = sorted(_uneven(reports).items()) if Action.RETRY in verbs else []
-    serve = {name: max(group.finished for group in members) for name, members in uneven}
+    serve = {name: _in_doubt(members) for name, members in uneven}
     return Decision(verbs=verbs, action=action, frontier=frontier, reason=_REASONS[action], serve=serve)
 
 
@@ -194,7 +194,7 @@ def _verb_at_frontier(reports: Sequence[RankReport], frontier: int, allowed: Col
     current = [report for report in reports if report.frontier == frontier]
     if len(current) == len(reports) and all(report.phase is Phase.PREPARED for report in current):
         return Action.ROLL_FORWARD  # only the vote was lost
-    in_flight = any(group.in_flight for report in reports for group in report.groups.values())
+    in_flight = any(group.pending for report in reports for group in report.groups.values())
     if not in_flight and all(report.phase is Phase.COMMITTED for report in current):
         return Action.PRESERVE
     return Action.RETRY if Action.RETRY in allowed and _can_go_on(reports, current) else Action.REDO
@@ -216,12 +216,18 @@ def _uneven(reports: Sequence[RankReport]) -> dict[str, list[GroupReport]]:
     return {name: groups for name, groups in members.items() if len({group.finished for group in groups}) > 1}
 
 
+def _in_doubt(members: Sequence[GroupReport]) -> range:
+    """The collectives that some members have finished and some have not."""
+    finished = [group.finished for group in members]
+    return range(min(finished) + 1, max(finished) + 1)
+
+
 def _can_be_served(members: Sequence[GroupReport]) -> bool:
-    """Whether those that have finished the newest collective kept its input, and the others are inside it."""
-    newest = max(group.finished for group in members)
+    """Whether whoever has finished one of those in doubt kept its input, and the others have begun it."""
+    doubt = _in_doubt(members)
+    lowest, highest = doubt.start - 1, doubt.stop - 1
     return all(
-        group.kept if group.finished == newest else group.in_flight and group.finished == newest - 1
-        for group in members
+        group.kept >= group.finished - lowest and group.pending >= highest - group.finished for group in members
     )
 
 

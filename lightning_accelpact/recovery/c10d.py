@@ -275,12 +275,16 @@ class Collective:
         outputs: Tensors that it writes.
         inputs: Tensors that it reads; the same list as ``outputs`` if it works in place.
         call: Runs it to its end, given a group, outputs and inputs; returns what the caller gets.
+        start: Likewise, but returns the work as soon as it is under way; ``None`` if the caller gets no work.
+        waited: Whether the caller waits for its end.
     """
 
     group: dist.ProcessGroup
     outputs: list[torch.Tensor]
     inputs: list[torch.Tensor]
     call: Callable[[dist.ProcessGroup, list[torch.Tensor], list[torch.Tensor]], Any]
+    start: Callable[[dist.ProcessGroup, list[torch.Tensor], list[torch.Tensor]], dist.Work] | None = None
+    waited: bool = True
 
     @property
     def in_place(self) -> bool:
@@ -299,11 +303,11 @@ class Collective:
 
     def plain(self) -> Any:
         """Run it as it was called."""
-        return self.call(self.group, self.outputs, self.inputs)
+        return (self.call if self.waited else self.start)(self.group, self.outputs, self.inputs)
 
 
-class _Finished(dist.Work):
-    """What a collective returns that has been waited for already."""
+class Finished(dist.Work):
+    """What a collective returns that has been waited for already, or will be by somebody else."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         return True
@@ -317,8 +321,8 @@ def intercept_collectives(handle: Callable[[Collective], Any]) -> None:
 
     FSDP2 lets a user replace its all-gather and reduce-scatter but not the all-reduce of HSDP, and DTensor offers nothing,
     so this is done one level below: in the methods of ``ProcessGroup``, and in the functional collectives, which reach
-    the group in C++. Left alone are collectives that nobody waits for yet (``async_op``), those in which a member does
-    not need all others (such as a broadcast), and everything that is being traced.
+    the group in C++. Left alone are those in which a member does not need all others (such as a broadcast), and
+    everything that is being traced.
 
     Args:
         handle: Takes a collective and returns what running it returned.
@@ -360,16 +364,16 @@ _native_functions = {
 def _intercepted_method(native: Callable[..., dist.Work], describe: Callable[..., tuple[Any, ...]], handle: Any) -> Any:
     @functools.wraps(native)
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        args = (*args, *kwargs.values()) if set(kwargs) <= {"opts"} else ()
-        if not args or getattr(args[-1], "asyncOp", True):
+        given = (*args, *kwargs.values())
+        if not (set(kwargs) <= {"opts"} and given and hasattr(given[-1], "asyncOp")):
             return native(group, *args, **kwargs)
-        outputs, inputs, start = describe(native, *args)
+        outputs, inputs, start = describe(native, *given)
 
         def call(group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
             start(group, outputs, inputs).wait()
-            return _Finished()
+            return Finished()
 
-        return handle(Collective(group, outputs, inputs, call))
+        return handle(Collective(group, outputs, inputs, call, start, waited=not given[-1].asyncOp))
 
     return method
 
@@ -391,6 +395,11 @@ def _intercepted_function(native: Callable[..., torch.Tensor], handle: Any) -> A
         return handle(Collective(current_by_name(group) if isinstance(group, str) else group, [], [tensor], call))
 
     return function
+
+
+def issued(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has begun on a group, by torch's own count."""
+    return group._get_sequence_number_for_group()
 
 
 def mesh_registries(mesh: DeviceMesh) -> list[dict[str, dist.ProcessGroup]]:

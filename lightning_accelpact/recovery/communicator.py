@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from lightning_accelpact.recovery import c10d, sockets
 from lightning_accelpact.recovery.c10d import GroupSpec
 
+_LOOK_S = 0.0002
 _COMMUNICATION_ERROR = re.compile(
     r"gloo|nccl|connection|socket|broken pipe|timed out|communicator|process group", re.IGNORECASE
 )
@@ -72,6 +74,40 @@ class Links(Protocol):
 
     def forget(self) -> None:
         """Drop what is known of groups that are retired."""
+
+
+class Started(Protocol):
+    """A collective that is under way."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+
+
+class StreamLinks(Links, Protocol):
+    """Links whose collectives go on after their call has returned."""
+
+    @property
+    def down(self) -> bool:
+        """Whether all have been cut, and not been watched again since."""
+
+    def begin(self, collective: c10d.Collective) -> Started:
+        """Put a collective on its way, whose caller does not need its work."""
+
+    def mark(self) -> Callable[[], bool]:
+        """Tells whether what has been issued until now has ended."""
+
+    def check(self) -> None:
+        """Look for a fault.
+
+        Raises:
+            CommunicatorLost: if something is wrong.
+        """
+
+    def wake(self) -> None:
+        """End what this rank waits for, with :class:`CommunicatorLost`, and leave the links as they are."""
 
 
 class GlooLinks:
@@ -134,27 +170,33 @@ class NcclLinks:
     """NCCL communicators, aborted together: aborting several one after the other is known to hang.
 
     torch's own watchdog must not end the process over an error that is about to be repaired, so its error handling is
-    switched off; errors surface at :meth:`settle`.
+    switched off; errors surface at :meth:`check` and :meth:`settle`.
+
+    Args:
+        timeout: How long a collective may take.
+        deadline: How long an abort may take.
     """
 
     synchronous = False
     connect_timeouts = 1
 
-    def __init__(self, deadline: timedelta) -> None:
+    def __init__(self, *, timeout: timedelta, deadline: timedelta) -> None:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        self._timeout = timeout
         self._deadline = deadline
-        self._aborted = False
+        self._woken = False
+        self.down = False
 
     def watch(self) -> None:
-        self._aborted = False
+        self.down = self._woken = False
 
     def record(self, group: str) -> None:
         """Nothing to remember: torch knows its NCCL communicators."""
 
     def cut(self, groups: Iterable[str] | None = None) -> int:
-        if self._aborted or not dist.is_initialized():
+        if self.down or not dist.is_initialized():
             return 0
-        self._aborted = True
+        self.down = True
         worker = threading.Thread(target=c10d.abort_all, name="accelpact-abort", daemon=True)
         worker.start()
         worker.join(self._deadline.total_seconds())
@@ -162,18 +204,42 @@ class NcclLinks:
             raise CommunicatorLost(f"NCCL did not abort within {self._deadline.total_seconds():g} s")
         return 1
 
-    def healthy(self) -> bool:
-        return not self._aborted and not c10d.nccl_error()
+    def wake(self) -> None:
+        self._woken = True
 
-    def settle(self) -> None:
-        torch.cuda.synchronize()
-        if self._aborted:
+    def healthy(self) -> bool:
+        return not self.down and not c10d.nccl_error()
+
+    def check(self) -> None:
+        if self.down:
             raise CommunicatorLost("the NCCL communicators were aborted")
         if error := c10d.nccl_error():
             raise CommunicatorLost(error)
 
+    def settle(self) -> None:
+        """Wait for the current stream, which waits for the others; a kernel whose peer is gone would never end."""
+        ended, until = self.mark(), time.monotonic() + self._timeout.total_seconds()
+        while not ended():
+            self.check()
+            if self._woken:
+                raise CommunicatorLost("the wait was interrupted")
+            if time.monotonic() > until:
+                raise CommunicatorLost(f"NCCL has not finished within {self._timeout.total_seconds():g} s")
+            time.sleep(_LOOK_S)
+        self.check()
+
+    def begin(self, collective: c10d.Collective) -> Started:
+        work = collective.start(c10d.current(collective.group), collective.outputs, collective.inputs)
+        work.wait()  # the stream does, not the host
+        return work
+
+    def mark(self) -> Callable[[], bool]:
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
     def forget(self) -> None:
-        self._aborted = False
+        """Nothing to drop."""
 
 
 class Communicators:
@@ -206,7 +272,7 @@ class Communicators:
         self._rank = rank
         self._make_store = make_store
         self._cut_store = cut_store
-        self._timeout = timeout
+        self.timeout = timeout
         self._rebuild_timeout = rebuild_timeout
         self._lock = threading.Lock()
         self._specs: list[GroupSpec] = []
@@ -228,7 +294,7 @@ class Communicators:
         """Make the default group of generation 0."""
         spec = GroupSpec(name="0", ranks=tuple(range(world_size)), backend=backend, description="", is_world=True)
         with self.adopt("world"):
-            c10d.create_group(spec, rank=self._rank, store=self._make_store(0), timeout=self._timeout)
+            c10d.create_group(spec, rank=self._rank, store=self._make_store(0), timeout=self.timeout)
 
     def interrupt(self, before: int) -> int:
         """Make every collective of a generation lower than ``before`` fail at once, from any thread.
@@ -242,6 +308,12 @@ class Communicators:
             if self._meeting:
                 self._cut_store()
             return self.links.cut()
+
+    def wake(self, before: int) -> None:
+        """End what this rank waits for on a generation lower than ``before``, from any thread; the links stay."""
+        with self._lock:
+            if self.generation < before:
+                self.links.wake()
 
     def retire(self, generation: int) -> list[dist.ProcessGroup]:
         """Take all groups out of service; from here on only a notice newer than ``generation`` interrupts.
@@ -304,7 +376,7 @@ class Communicators:
             dist.all_reduce(total, group=group)
             if total.item() != len(spec.ranks):
                 raise CommunicatorLost(f"group {spec.name} summed {total.item()} over {len(spec.ranks)} ranks")
-            c10d.set_timeout(group, self._timeout)
+            c10d.set_timeout(group, self.timeout)
 
 
 _disposals: set[threading.Thread] = set()

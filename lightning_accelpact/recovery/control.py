@@ -49,6 +49,8 @@ class Notice:
         reason: What happened there.
         time: Wall clock (Unix time) at which the sender observed it.
         stop: Whether every rank must fail-stop instead of repairing.
+        update: The update whose passes go on to their end before they take part, since the sender has cut no links; -1
+            for none.
     """
 
     generation: int
@@ -56,6 +58,7 @@ class Notice:
     reason: str
     time: float
     stop: bool = False
+    update: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,6 +101,21 @@ def holds_gradients(root: torch.nn.Module) -> bool:
     return any(gradient is not None for gradient in (*gradients, *(p.unsharded_accumulated_grad for p in params)))
 
 
+def gradients_are(root: torch.nn.Module, doubtful: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+    """Whether the sharded gradients are views of ``results``, and ``doubtful`` ones of these became nothing else.
+
+    They are not where FSDP casts, accumulates or offloads what it has reduced. A hook on a gradient may have read it.
+    """
+    parameters = [param.sharded_param for group in param_groups(root) for param in group.fsdp_params]
+    gradients = {_storage(parameter.grad.to_local()) for parameter in parameters if parameter.grad is not None}
+    hooked = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
+    return not hooked and {_storage(one) for one in doubtful} <= gradients <= {_storage(one) for one in results}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def reduces_gradients(root: torch.nn.Module) -> bool:
     """Whether the next backward pass reduces gradients, that is, belongs to the update's last micro-batch."""
     return all(group.reduce_grads for group in param_groups(root))

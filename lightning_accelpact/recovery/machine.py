@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from lightning_accelpact.recovery.action import Action, Decision, Phase, RankReport, decide
@@ -34,9 +36,11 @@ from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE, FailStop, R
 from lightning_accelpact.recovery.progress import Progress
 from lightning_accelpact.recovery.rebind import Reference, StaleReference, rebind
 from lightning_accelpact.recovery.retry import Retry
+from lightning_accelpact.recovery.streams import StreamRetry
 
 log = logging.getLogger("accelpact")
 
+_PATIENCE_S = 3.0  # with a pass that issues nothing, before it is interrupted
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 1.0  # between two tries of one repair
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
@@ -61,6 +65,9 @@ class Subject(Protocol):
 
     def obstacle(self) -> str:
         """Why the current update cannot be run again; empty if it can."""
+
+    def unread(self, doubtful: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+        """Whether some all-reduce results are gradients that nobody has read, and all gradients among ``results``."""
 
 
 def _no_span(name: str) -> AbstractContextManager[None]:
@@ -112,7 +119,8 @@ class RepairMachine:
         self._repairing = False
         self._aborting = False  # the update must run again, and its pass has not unwound yet
         self._unwound = False  # the pass of the update that met the fault under repair has
-        self.retry = Retry(self)
+        self._passing = False
+        self.retry = self._make_retry()
         self.guarding = policy.guard  # may change between two updates, on all ranks alike
         self.on_redo: Callable[[], None] = lambda: None
         self.leave = Leave(control, progress.run)
@@ -120,12 +128,46 @@ class RepairMachine:
         self._operations = 0  # that all ranks have come to
         self.stopped = False  # this rank has ended the run, for itself or for everybody
 
+    def _make_retry(self) -> Retry:
+        communicators = self._communicators
+        if communicators.links.synchronous:
+            return Retry(self)
+        return StreamRetry(
+            self, links=communicators.links, unread=self._subject.unread, timeout=communicators.timeout
+        )
+
     # -- called by the monitor thread
 
     def on_notice(self, notice: Notice, store: Line) -> None:
         """Take in a peer's notice: end what this rank waits for, and make a blocked collective return."""
         self._inbox.take(notice, store)
-        self._communicators.interrupt(before=notice.generation)
+        if notice.update < 0:
+            self._communicators.interrupt(before=notice.generation)
+        elif self._goes_on:
+            self._let_go_on(notice.generation)
+        else:
+            self._communicators.wake(before=notice.generation)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this rank comes to the end of its passes before it takes part in the repair that it knows of."""
+        notice = self._inbox.latest
+        ours = notice is not None and notice.update == self.progress.frontier
+        return ours and (self.passing or not self.retry.reduced)
+
+    def _let_go_on(self, generation: int) -> None:
+        """Let a pass go on to its end, as long as it gets on; one that hangs is interrupted."""
+        begun = self.retry.begun
+
+        def look() -> None:
+            if self.generation < generation and self.retry.begun == begun:
+                self._communicators.interrupt(before=generation)
+            elif self.generation < generation:
+                self._let_go_on(generation)
+
+        timer = threading.Timer(_PATIENCE_S, look)
+        timer.daemon = True
+        timer.start()
 
     def on_control_lost(self, reason: str) -> None:
         """The monitor has lost the control store: wake the main thread, which fail-stops."""
@@ -142,6 +184,27 @@ class RepairMachine:
     def enter(self, phase: Phase) -> None:
         """The current micro-batch has reached ``FORWARD`` or ``BACKWARD``."""
         self.progress.phase = phase
+        self._passing = True
+
+    def leave_pass(self) -> None:
+        """The backward pass of a micro-batch has been run: return once its gradients are there.
+
+        Raises:
+            UpdateAborted: if a fault could only be repaired by running the update again.
+            FailStop: if it could not be repaired.
+        """
+        self._passing = False
+        self.retry.settle()
+
+    @property
+    def passing(self) -> bool:
+        """Whether a forward or backward pass of an update is being run."""
+        return self._passing and self.inside_update
+
+    @property
+    def reducing(self) -> bool:
+        """Whether the pass is a backward."""
+        return self.progress.phase is Phase.BACKWARD
 
     def vote(self) -> None:
         """Boundary guard: returns when the optimizer may write.
@@ -152,6 +215,7 @@ class RepairMachine:
         """
         if self._aborting:
             raise UpdateAborted
+        self.leave_pass()
         verb = Action.RETRY
         while verb is Action.RETRY:
             with self._span("guard"):
@@ -159,6 +223,7 @@ class RepairMachine:
             verb = Action.ROLL_FORWARD if failure is None else self.recover_in_place(failure)
         with self._span("guard"):
             self._look_for_a_wish(self._place(update=1))
+        self.retry.committed()
         self.progress.phase = Phase.STEPPING
 
     def _vote(self) -> BaseException | None:
@@ -193,7 +258,7 @@ class RepairMachine:
 
     def poll(self) -> Action | None:
         """Take part in a repair that a peer has asked for; returns this rank's action, or ``None`` without one."""
-        return self.recover(None) if self.pending else None
+        return self.recover(None) if self.pending and not self._goes_on else None
 
     def recovers(self, error: BaseException) -> bool:
         """Whether an exception out of the training loop is a communication fault."""
@@ -214,6 +279,7 @@ class RepairMachine:
             FailStop: if the decision is ``RESTART`` or the budget is used up.
         """
         self._repairing, self._unwound = True, unwound
+        self._passing = self._passing and not unwound
         try:
             with self._span("group_repair"):
                 incident = self._observe(error)
@@ -243,7 +309,7 @@ class RepairMachine:
 
     def unwound(self) -> None:
         """The pass of an aborted update has unwound; what it has left on its way is cleared."""
-        self._aborting = False
+        self._aborting = self._passing = False
         self._subject.reset()
 
     @property
@@ -263,7 +329,7 @@ class RepairMachine:
         """
         if self._aborting:
             raise UpdateAborted  # somebody has swallowed the first one
-        if self.pending:
+        if self.pending and not self._goes_on:
             self.recover_in_place(None)
 
     def drill(self) -> None:
@@ -373,13 +439,25 @@ class RepairMachine:
         self._check_orders(incident)
         self._check_budget(incident, reason, begun)
         incident.attempts += 1
-        joined = self._inbox.generation if self.pending else 0
-        generation = max(joined, self.generation + 1)
-        if generation > joined:
-            self._notify(Notice(generation=generation, rank=self.progress.rank, reason=reason, time=time.time()))
+        gentle = self._gentle
+        called = self._inbox.latest if self.pending else None
+        if called is not None and (gentle or called.update < 0):
+            generation = called.generation
+        else:
+            generation = max(self.generation, self._inbox.generation) + 1
+            update = self.progress.frontier if gentle else -1
+            self._notify(
+                Notice(generation=generation, rank=self.progress.rank, reason=reason, time=time.time(), update=update)
+            )
         self.generation = incident.generation = generation
-        self._communicators.interrupt(before=generation)
+        if not gentle:
+            self._communicators.interrupt(before=generation)
         return generation
+
+    @property
+    def _gentle(self) -> bool:
+        """Whether this rank can wait, with its links as they are, until its peers have come to the end of their passes."""
+        return self.retry.gentle and self.inside_update and not self._unwound
 
     def _back_off(self, incident: Incident) -> None:
         """Between two tries of a repair: a link that is down may stay so for a while. A notice ends the wait."""
@@ -406,7 +484,8 @@ class RepairMachine:
     def _attempt(self, generation: int, incident: Incident) -> Decision:
         """One pass through the phases; raises if another fault cuts it short."""
         with self._timed(incident, RepairPhase.ADMIT_LOCAL):
-            self._subject.settle_device()
+            if not self._gentle:  # else nothing has been aborted yet, and a kernel may wait for its peer for ever
+                self._subject.settle_device()
         with self._timed(incident, RepairPhase.AGREE):
             decision = self._agree(generation)
         incident.action, incident.verb = decision.action.value, decision.verbs[self.progress.rank].value
@@ -414,10 +493,12 @@ class RepairMachine:
             self._fail_stop(decision.reason, incident)
         with self._timed(incident, RepairPhase.RETIRE):
             self._retired += self._communicators.retire(generation)
+            self._subject.settle_device()
         with self._inbox.interruptible(generation, lambda store: None):
             self._replace(incident)
             with self._timed(incident, RepairPhase.VALIDATE_AND_RELEASE):
-                self.retry.serve(decision.serve)
+                if decision.action is Action.RETRY:
+                    self.retry.serve(decision.serve)
         with self._timed(incident, RepairPhase.VALIDATE_AND_RELEASE):
             self._release(generation)
         return decision
@@ -428,7 +509,7 @@ class RepairMachine:
         deadline = timedelta(seconds=self._policy.repair_budget)
         with self._inbox.interruptible(generation, lambda store: self._control.abandon(topic, store=store)):
             place = {
-                "in_place": not self._unwound,
+                "in_place": self.retry.whole and not self._unwound,
                 "stuck": self.retry.flying and not self.inside_update,
                 "groups": self.retry.report(),
             }
@@ -464,6 +545,7 @@ class RepairMachine:
     def _conclude(self, decision: Decision, incident: Incident) -> Action:
         if decision.action is Action.REDO:
             self.retry.forget()
+        self.retry.repaired()
         incident.retried_collectives += self.retry.flying
         if self.progress.rank == 0:
             log.warning(

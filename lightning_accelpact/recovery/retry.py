@@ -9,7 +9,8 @@ collective of the group has finished, which proves that everybody has finished t
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,20 @@ class Repairs(Protocol):
     def collectives_count(self) -> bool:
         """Whether a collective now may run again in place: not one of a repair, nor of an operation with its own vote."""
 
+    @property
+    def passing(self) -> bool:
+        """Whether a forward or backward pass of an update is being run."""
+
+    @property
+    def reducing(self) -> bool:
+        """Whether it is a backward pass."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a peer has asked for a repair."""
+
     def join(self) -> None:
-        """Take part in a repair that a peer has asked for."""
+        """Take part in a repair that a peer has asked for, unless a pass may go on before."""
 
     def drill(self) -> None:
         """A collective begins: an injected fault may strike in it."""
@@ -56,7 +69,7 @@ class _Shape:
         return torch.empty(self.size, dtype=self.dtype, device=self.device)
 
 
-class _Kept:
+class Kept:
     """A collective with inputs that will not change.
 
     Args:
@@ -96,43 +109,48 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class _Shelf:
-    """Memory for the copies of one group: two buffers in turn, for the collective under way and the one before."""
+    """Memory for the copies of one group, used again and again."""
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._buffers: dict[int, torch.Tensor] = {}
 
-    def copy(self, tensors: list[torch.Tensor], turn: int) -> list[torch.Tensor]:
-        """Copies of ``tensors``, valid until the next but one call."""
+    def copy(self, tensors: list[torch.Tensor], place: int) -> list[torch.Tensor]:
+        """Copies of ``tensors``, valid until the next ones for the same place."""
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        buffer = self._buffer(sum(sizes), tensors[0].device, turn % 2)
+        buffer = self._buffer(sum(sizes), tensors[0].device, place)
         parts = zip(tensors, buffer.split([*sizes, buffer.numel() - sum(sizes)]), strict=False)
         return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.size()).copy_(tensor) for tensor, part in parts]
 
-    def _buffer(self, size: int, device: torch.device, index: int) -> torch.Tensor:
-        buffer = self._buffers[index]
+    def _buffer(self, size: int, device: torch.device, place: int) -> torch.Tensor:
+        buffer = self._buffers.get(place)
         if buffer is None or buffer.numel() < size or buffer.device != device:
             with torch.inference_mode(False):  # else it could not be written to outside of that mode
-                buffer = self._buffers[index] = torch.empty(size, dtype=torch.uint8, device=device)
+                buffer = self._buffers[place] = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 @dataclass
-class _Member:
-    """This rank in one group: how many collectives it has finished, and the last one of them."""
+class Member:
+    """This rank in one group: how many collectives it has finished, and the last ones that it could run again."""
 
     shelf: _Shelf
     finished: int = 0
-    last: _Kept | None = None
+    kept: list[Kept] = field(default_factory=list)
+
+    @property
+    def sound(self) -> int:
+        """How many of the last finished ones could run again."""
+        return sum(1 for _ in takewhile(lambda kept: kept.sound, reversed(self.kept)))
 
 
-class _Flight:
-    """The collective that this rank is inside."""
+class Flight:
+    """A collective that this rank has begun."""
 
-    def __init__(self, collective: Collective, kept: _Kept) -> None:
+    def __init__(self, collective: Collective, kept: Kept) -> None:
         self.collective = collective
         self.kept = kept
         self.finished = False
@@ -149,8 +167,9 @@ class _Flight:
 class Retry:
     """Runs the collectives of one rank's training, again if a fault strikes in them.
 
-    For backends whose collectives are finished when their call returns. Memory: for each group two copies of the
-    largest all-reduce or all-gather input, and the input of the last reduce-scatter, which is kept and not copied.
+    For backends whose collectives are finished when their call returns; others: :mod:`.streams`. Memory: for each group
+    two copies of the largest all-reduce or all-gather input, and the input of the last reduce-scatter, which is kept and
+    not copied.
 
     Args:
         repairs: Repairs the communicators.
@@ -158,8 +177,9 @@ class Retry:
 
     def __init__(self, repairs: Repairs) -> None:
         self._repairs = repairs
-        self._members: dict[str, _Member] = {}
-        self._flight: _Flight | None = None
+        self._members: dict[str, Member] = {}
+        self._flight: Flight | None = None
+        self.begun = 0  # collectives of passes
         self._thread = threading.get_ident()
 
     def run(self, collective: Collective) -> Any:
@@ -169,12 +189,11 @@ class Retry:
             UpdateAborted: if a fault could only be repaired by running the update again.
             FailStop: if it could not be repaired.
         """
-        ours = threading.get_ident() == self._thread and self._repairs.collectives_count and collective.registered
-        if not ours:
+        if not (collective.waited and self._is_ours(collective)):
             return collective.plain()
         self._repairs.join()
-        member = self._member(collective.group.group_name)
-        flight = self._flight = _Flight(collective, self._keep(collective, member))
+        member = self._member(collective)
+        flight = self._flight = Flight(collective, self._keep(collective, member))
         try:
             while not flight.finished:
                 self._attempt(flight)
@@ -182,7 +201,11 @@ class Retry:
         finally:
             self._flight = None
 
-    def _attempt(self, flight: _Flight) -> None:
+    def _is_ours(self, collective: Collective) -> bool:
+        here = threading.get_ident() == self._thread
+        return here and self._repairs.collectives_count and collective.registered
+
+    def _attempt(self, flight: Flight) -> None:
         try:
             self._repairs.drill()
             self._fly(flight)
@@ -196,26 +219,31 @@ class Retry:
         if not flight.finished:
             flight.restore()
 
-    def _fly(self, flight: _Flight) -> None:
-        flight.result = flight.collective.run()
+    def _fly(self, flight: Flight) -> None:
+        flight.result = self._run(flight.collective)
         flight.finished = True
         flight.kept.seal()
-        member = self._member(flight.collective.group.group_name)
+        member = self._member(flight.collective)
         member.finished += 1
-        member.last = flight.kept
+        member.kept = [flight.kept]
 
-    def _member(self, group: str) -> _Member:
+    def _run(self, collective: Collective) -> Any:
+        """Run it to its end."""
+        return collective.run()
+
+    def _member(self, collective: Collective) -> Member:
+        group = collective.group.group_name
         if group not in self._members:
-            self._members[group] = _Member(_Shelf())
+            self._members[group] = Member(_Shelf())
         return self._members[group]
 
     @torch.no_grad()
-    def _keep(self, collective: Collective, member: _Member) -> _Kept:
+    def _keep(self, collective: Collective, member: Member) -> Kept:
         inputs = collective.inputs
         if not inputs or (not collective.in_place and _nbytes(inputs) > _nbytes(collective.outputs)):
             # A reduce-scatter's: large, and nobody writes to it. An all-gather's is often a part of its own output
-            return _Kept(collective, [tensor.detach() for tensor in inputs])
-        return _Kept(collective, member.shelf.copy(inputs, member.finished))
+            return Kept(collective, [tensor.detach() for tensor in inputs])
+        return Kept(collective, member.shelf.copy(inputs, member.finished % 2))
 
     # -- called in a repair
 
@@ -223,11 +251,7 @@ class Retry:
         """How far this rank has come in each of its groups."""
         flying = self._flight.collective.group.group_name if self.flying else None
         return {
-            name: GroupReport(
-                finished=member.finished,
-                in_flight=name == flying,
-                kept=member.last is not None and member.last.sound,
-            )
+            name: GroupReport(finished=member.finished, pending=int(name == flying), kept=member.sound)
             for name, member in self._members.items()
         }
 
@@ -236,27 +260,56 @@ class Retry:
         """Whether this rank is inside a collective."""
         return self._flight is not None and not self._flight.finished
 
-    def serve(self, newest: dict[str, int]) -> None:
-        """Run the newest collective of some groups again, since not all members have finished it.
+    def serve(self, doubt: dict[str, range]) -> None:
+        """Run collectives again that not all members have finished.
 
         Args:
-            newest: Its number for each group, in the same order on all ranks; groups of other ranks are passed over.
+            doubt: Their numbers for each group, in the same order on all ranks; groups of other ranks are passed over.
         """
-        for name, number in newest.items():
+        for name, numbers in doubt.items():
             if name in self._members:
-                self._serve(name, self._members[name], number)
+                for number in numbers:
+                    self._serve(name, self._members[name], number)
 
-    def _serve(self, name: str, member: _Member, newest: int) -> None:
-        if member.finished == newest:
-            member.last.serve(current_by_name(name))
+    def _serve(self, name: str, member: Member, number: int) -> None:
+        if number <= member.finished:
+            member.kept[number - 1 - member.finished].serve(current_by_name(name))
         else:
-            self._flight.restore()
-            self._fly(self._flight)
+            self._catch_up(name, member)
+
+    def _catch_up(self, name: str, member: Member) -> None:
+        """Finish the first collective of a group that this rank has begun and not finished."""
+        self._flight.restore()
+        self._fly(self._flight)
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is there that the pass has got so far, so that it can go on."""
+        return True
+
+    @property
+    def gentle(self) -> bool:
+        """Whether peers may go on to the end of their passes, before they take part in a repair."""
+        return False
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the all-reduces of the current update have begun."""
+        return True
+
+    def settle(self) -> None:
+        """A pass is over: return once its collectives have their results. Here each has, when it returns."""
+
+    def committed(self) -> None:
+        """All ranks have voted on the update."""
+
+    def repaired(self) -> None:
+        """A repair is over, on all ranks."""
 
     def forget(self) -> None:
         """The update runs again from its start on every rank: count anew."""
         for member in self._members.values():
-            member.finished, member.last = 0, None
+            member.finished, member.kept = 0, []
 
     @property
     def nbytes(self) -> int:

@@ -182,16 +182,15 @@ class HsdpRuntime:
             policy=RepairPolicy(
                 repair_budget=self.options.repair_budget,
                 max_repairs_per_update=self.options.max_repairs_per_update,
-                allowed=self._allowed(redo=redo, retry=communicators.links.synchronous),
+                allowed=self._allowed(redo=redo),
             ),
             faults=FaultInjector(self._plan, progress=progress, cut=communicators.links.cut, clock=time.time),
             resume_hint=self._resume_hint,
             span=self._span,
         )
 
-    def _allowed(self, *, redo: bool, retry: bool) -> list[Action]:
-        impossible = {action for action, possible in ((Action.REDO, redo), (Action.RETRY, retry)) if not possible}
-        return [action for action in self.options.allowed if action not in impossible]
+    def _allowed(self, *, redo: bool) -> list[Action]:
+        return [action for action in self.options.allowed if redo or action is not Action.REDO]
 
     def protect(self, root: torch.nn.Module) -> None:
         """Reset and rebind this model in a repair.

@@ -66,7 +66,7 @@ class Session:
             rank=rank,
             make_store=self._meeting.for_generation,
             cut_store=self._meeting.cut,
-            links=_links(backend, endpoint, rebuild_timeout, heartbeat_deadline),
+            links=self._links(backend, endpoint, rebuild_timeout, heartbeat_deadline),
             timeout=collective_timeout,
             rebuild_timeout=rebuild_timeout,
         )
@@ -75,8 +75,7 @@ class Session:
         self._runs = 0
         self.monitor = Monitor(self.control, self._on_notice, self._on_lost)
         self.communicators.create_world(backend, world_size)
-        if self.communicators.links.synchronous:
-            c10d.intercept_collectives(self._run_collective)
+        c10d.intercept_collectives(self._run_collective)
 
     @classmethod
     def open(cls, **options) -> Session:
@@ -95,6 +94,11 @@ class Session:
             _current = cls(**options)
             atexit.register(close)
         return _current
+
+    def _links(self, backend: str, endpoint: Endpoint, rebuild_timeout: timedelta, silence: float) -> Links:
+        if "nccl" in backend:
+            return NcclLinks(timeout=self._collective_timeout, deadline=rebuild_timeout)
+        return GlooLinks(ignored_ports=(endpoint.port,), silence=silence)
 
     def mesh(self, device_type: str, shape: tuple[int, int]) -> DeviceMesh:
         """The (replicate, shard) device mesh; made once for each shape."""
@@ -157,6 +161,3 @@ def close() -> None:
     if session is not None:
         session.close()
 
-
-def _links(backend: str, endpoint: Endpoint, deadline: timedelta, silence: float) -> Links:
-    return NcclLinks(deadline) if "nccl" in backend else GlooLinks(ignored_ports=(endpoint.port,), silence=silence)

@@ -50,6 +50,10 @@ class Fsdp2Subject:
         """Why the current update cannot be run again; empty if it can."""
         return self.window.obstacle if self.window is not None else ""
 
+    def unread(self, doubtful: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+        """Whether these all-reduce results are gradients that nobody has read."""
+        return self._root is not None and fsdp2.gradients_are(self._root, doubtful, results)
+
     def inject(self, faults: FaultInjector) -> None:
         """Install the hooks for faults that strike inside a forward or a backward; none for an empty plan."""
         if not faults.wants(FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.ALL_REDUCE):

@@ -73,7 +73,7 @@ def decided(generation: int, answers: tuple) -> Decision:
                 frontier=0,
                 phase=Phase.PREPARED if ended else Phase.FORWARD,
                 in_place=not unwound,
-                groups={name: GroupReport(finished=n, in_flight=fly, kept=n > 0) for name, n, fly in groups},
+                groups={name: GroupReport(finished=n, pending=int(fly), kept=min(n, 1)) for name, n, fly in groups},
             )
             for rank, (ended, unwound, groups) in enumerate(answers)
         ]
@@ -189,7 +189,7 @@ class RetryProtocol:
     @staticmethod
     def plan(i: int, decision: Decision) -> tuple[tuple[str, int], ...]:
         """What a rank serves, in order."""
-        return tuple((group, number) for group, number in decision.serve.items() if i in GROUPS[group])
+        return tuple((group, number) for group, numbers in decision.serve.items() if i in GROUPS[group] for number in numbers)
 
     def serve(self, state: State, i: int, rank: Rank) -> Iterator[tuple[str, dict]]:
         if not rank.plan:

@@ -209,13 +209,13 @@ def test_rows_of_the_table(ranks: list[tuple[int, Phase]], verbs: list[Action]):
 # -- ranks that hold their place: a retry
 
 
-def holding(rank: int, phase: Phase, frontier: int = 5, **groups: tuple[int, bool, bool]) -> RankReport:
-    """A rank that nothing has unwound, with (finished, in flight, kept) of its groups."""
-    known = {name: GroupReport(finished=n, in_flight=fly, kept=kept) for name, (n, fly, kept) in groups.items()}
+def holding(rank: int, phase: Phase, frontier: int = 5, **groups: tuple[int, int, int]) -> RankReport:
+    """A rank that nothing has unwound, with (finished, pending, kept) of its groups."""
+    known = {name: GroupReport(finished=n, pending=fly, kept=kept) for name, (n, fly, kept) in groups.items()}
     return replace(report(rank, frontier, phase), in_place=True, groups=known)
 
 
-FLYING, DONE, LATE = (4, True, True), (5, False, True), (4, False, True)
+FLYING, DONE, LATE = (4, 1, 1), (5, 0, 1), (4, 0, 1)
 
 
 def test_ranks_that_hold_their_place_go_on():
@@ -228,7 +228,7 @@ def test_ranks_that_hold_their_place_go_on():
 def test_who_has_finished_serves_again():
     decision = decide([holding(0, BACKWARD, b=DONE, a=FLYING), holding(1, BACKWARD, a=DONE), holding(2, BACKWARD, b=FLYING)])
     assert decision.verbs == (Action.RETRY,) * 3
-    assert list(decision.serve.items()) == [("a", 5), ("b", 5)]
+    assert list(decision.serve.items()) == [("a", range(5, 6)), ("b", range(5, 6))]
 
 
 @pytest.mark.parametrize("phase", [PREPARED, COMMITTED])
@@ -245,15 +245,17 @@ def test_a_peer_steps_while_others_retry():
 def test_a_collective_between_two_updates_runs_again():
     decision = decide([holding(0, COMMITTED, a=FLYING), holding(1, COMMITTED, a=DONE)])
     assert decision.verbs == (Action.RETRY,) * 2
-    assert decision.serve == {"a": 5}
+    assert decision.serve == {"a": range(5, 6)}
 
 
 NO_RETRY: dict[str, list[RankReport]] = {
     "a pass was unwound": [holding(0, FORWARD, a=FLYING), report(1, 5, FORWARD)],
     "a vote was unwound": [holding(0, BACKWARD, a=FLYING), report(1, 5, PREPARED)],
-    "the input is gone": [holding(0, FORWARD, a=FLYING), holding(1, FORWARD, a=(5, False, False))],
-    "two collectives behind": [holding(0, FORWARD, a=FLYING), holding(1, FORWARD, a=(6, False, True))],
+    "the input is gone": [holding(0, FORWARD, a=FLYING), holding(1, FORWARD, a=(5, 0, 0))],
+    "two collectives behind": [holding(0, FORWARD, a=FLYING), holding(1, FORWARD, a=(6, 0, 1))],
     "not inside the one that others finished": [holding(0, FORWARD, a=LATE), holding(1, FORWARD, a=DONE)],
+    "one of several inputs is gone": [holding(0, BACKWARD, a=(2, 3, 2)), holding(1, BACKWARD, a=(5, 0, 2))],
+    "not yet at all that others finished": [holding(0, BACKWARD, a=(2, 2, 2)), holding(1, BACKWARD, a=(5, 0, 5))],
     "one group of two": [holding(0, FORWARD, a=FLYING, b=DONE), holding(1, FORWARD, a=DONE, b=LATE)],
 }
 
@@ -263,6 +265,14 @@ def test_otherwise_the_update_runs_again(reports: list[RankReport]):
     decision = decide(reports)
     assert decision.verbs == (Action.REDO,) * len(reports)
     assert decision.serve == {}
+
+
+def test_several_collectives_in_doubt_are_served_in_order():
+    """As where they run on streams: one rank has confirmed five, the others less, and one has begun more."""
+    reports = [holding(0, BACKWARD, a=(5, 1, 5)), holding(1, BACKWARD, a=(2, 3, 0)), holding(2, BACKWARD, a=(3, 5, 1))]
+    decision = decide(reports)
+    assert decision.verbs == (Action.RETRY,) * 3
+    assert decision.serve == {"a": range(3, 6)}
 
 
 def test_a_retry_that_is_not_allowed_becomes_a_redo():
@@ -369,7 +379,7 @@ REPORTS = st.builds(
     in_place=st.booleans(),
     stuck=st.booleans(),
     groups=st.dictionaries(
-        st.text(), st.builds(GroupReport, finished=st.integers(0, 2**31), in_flight=st.booleans(), kept=st.booleans())
+        st.text(), st.builds(GroupReport, finished=st.integers(0, 2**31), pending=st.integers(0, 99), kept=st.integers(0, 99))
     ),
 )
 

@@ -242,19 +242,35 @@ def test_a_descriptor_that_is_closed_is_not_shut(connect: Any) -> None:
 # -- NCCL's links, without a GPU: what is done around the abort
 
 
+class Event:
+    """Stands for a CUDA event."""
+
+    ended: ClassVar[bool] = True
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.ended
+
+
+def nccl_links(*, timeout: float = 30.0, deadline: float = 30.0) -> NcclLinks:
+    return NcclLinks(timeout=timedelta(seconds=timeout), deadline=timedelta(seconds=deadline))
+
+
 @pytest.fixture
 def aborts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(c10d, "abort_all", lambda: calls.append("abort"))
     monkeypatch.setattr(c10d, "nccl_error", lambda: "")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # put back afterwards
     return calls
 
 
 def test_nccl_is_aborted_once_a_generation(aborts: list[str]) -> None:
-    links = NcclLinks(timedelta(seconds=30))
+    links = nccl_links()
     assert links.healthy()
     assert [links.cut(), links.cut(["shard"])] == [1, 0]
     assert not links.healthy()
@@ -269,23 +285,40 @@ def test_nccl_is_aborted_once_a_generation(aborts: list[str]) -> None:
 def test_an_abort_that_hangs_is_given_up(aborts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(c10d, "abort_all", lambda: time.sleep(1))
     with pytest.raises(CommunicatorLost, match=r"NCCL did not abort within 0\.05 s"):
-        NcclLinks(timedelta(seconds=0.05)).cut()
+        nccl_links(deadline=0.05).cut()
 
 
 def test_there_is_nothing_to_abort_without_process_groups(
     aborts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    assert NcclLinks(timedelta(seconds=1)).cut() == 0
+    assert nccl_links().cut() == 0
 
 
 def test_what_nccl_reports_is_a_lost_communicator(aborts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    links = NcclLinks(timedelta(seconds=1))
+    links = nccl_links()
     links.settle()
     monkeypatch.setattr(c10d, "nccl_error", lambda: "NCCL reports REMOTE_ERROR on group 1")
     assert not links.healthy()
     with pytest.raises(CommunicatorLost, match="REMOTE_ERROR on group 1"):
         links.settle()
+
+
+def test_a_kernel_whose_peer_is_gone_is_not_waited_for_for_ever(
+    aborts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "ended", False)
+    with pytest.raises(CommunicatorLost, match=r"not finished within 0\.05 s"):
+        nccl_links(timeout=0.05).settle()
+    links = nccl_links()
+    threading.Timer(0.05, links.wake).start()
+    with pytest.raises(CommunicatorLost, match="interrupted"):
+        links.settle()
+    links.watch()
+    threading.Timer(0.05, links.cut).start()
+    with pytest.raises(CommunicatorLost, match="aborted"):
+        links.settle()
+    assert aborts == ["abort"]
 
 
 # -- retired groups

@@ -50,7 +50,7 @@ class Collective:
         self.inputs = inputs
         self.outputs = inputs if outputs is None else outputs
         self.in_place = outputs is None
-        self.registered = True
+        self.registered = self.waited = True
         self.failures = failures
         self.calls: list[list[torch.Tensor]] = []
 
@@ -86,7 +86,7 @@ def test_a_collective_that_succeeds_is_counted_and_kept(retry: Retry) -> None:
     tensor = torch.arange(4.0)
     assert retry.run(Collective([tensor])) == "done"
     assert tensor.tolist() == [0, 2, 4, 6]
-    assert report(retry) == GroupReport(finished=1, in_flight=False, kept=True)
+    assert report(retry) == GroupReport(finished=1, pending=0, kept=1)
     assert not retry.flying
 
 
@@ -105,13 +105,13 @@ def test_in_a_repair_it_says_that_it_is_inside(retry: Retry) -> None:
     retry._repairs.during = lambda: seen.append((report(retry), retry.flying))
     retry.run(Collective([torch.ones(1)]))
     retry.run(Collective([torch.ones(1)], failures=1))
-    assert seen == [(GroupReport(finished=1, in_flight=True, kept=True), True)]
+    assert seen == [(GroupReport(finished=1, pending=1, kept=1), True)]
 
 
 def test_what_the_repair_has_finished_is_not_run_once_more(retry: Retry) -> None:
     tensor = torch.arange(4.0)
     collective = Collective([tensor], failures=1)
-    retry._repairs.during = lambda: retry.serve({"a": 1})
+    retry._repairs.during = lambda: retry.serve({"a": range(1, 2)})
     assert retry.run(collective) == "done"
     assert tensor.tolist() == [0, 2, 4, 6]
     assert len(collective.calls) == 2
@@ -123,8 +123,8 @@ def test_serving_changes_nothing_here(retry: Retry) -> None:
     collective = Collective([tensor])
     retry.run(collective)
     for _ in range(2):  # a fault in the first pass
-        retry.serve({"other": 7, "a": 1})
-        assert report(retry) == GroupReport(finished=1, in_flight=False, kept=True)
+        retry.serve({"other": range(7, 8), "a": range(1, 2)})
+        assert report(retry) == GroupReport(finished=1, pending=0, kept=1)
     assert tensor.tolist() == [0, 2, 4, 6]
     assert [call[0].tolist() for call in collective.calls] == [[0, 1, 2, 3]] * 3
 
@@ -133,7 +133,7 @@ def test_the_copy_outlives_one_more_collective(retry: Retry) -> None:
     """While the next one is under way a peer may still need the last one."""
     first = Collective([torch.arange(4.0)])
     retry.run(first)
-    retry._repairs.during = lambda: retry.serve({"a": 1})
+    retry._repairs.during = lambda: retry.serve({"a": range(1, 2)})
     retry.run(Collective([torch.full((4,), 9.0)], failures=1))
     assert first.calls[-1][0].tolist() == [0, 1, 2, 3]
     assert report(retry).finished == 2
@@ -157,7 +157,7 @@ def test_a_small_input_is_copied_so_that_it_may_change(retry: Retry) -> None:
     output[:2] = torch.tensor([5.0, 6.0])
     retry.run(collective)
     output.zero_()
-    retry.serve({"a": 1})
+    retry.serve({"a": range(1, 2)})
     assert collective.calls[-1][0].tolist() == [5, 6]
     assert output.tolist() == [0] * 4  # the result went nowhere
 
@@ -173,10 +173,10 @@ def test_several_tensors_of_several_types(retry: Retry) -> None:
 def test_the_memory_is_used_again(retry: Retry) -> None:
     for size in (8, 100, 4, 100, 100, 50):
         retry.run(Collective([torch.ones(size)]))
-    pointers = {retry._members["a"].last.inputs[0].data_ptr()}
+    pointers = {retry._members["a"].kept[-1].inputs[0].data_ptr()}
     for _ in range(4):
         retry.run(Collective([torch.ones(100)]))
-        pointers.add(retry._members["a"].last.inputs[0].data_ptr())
+        pointers.add(retry._members["a"].kept[-1].inputs[0].data_ptr())
     assert len(pointers) == 2
     assert retry.nbytes == 2 * 448  # 400 bytes, aligned
 
@@ -185,7 +185,7 @@ def test_without_inputs(retry: Retry) -> None:
     """As a barrier."""
     collective = Collective([], failures=1)
     retry.run(collective)
-    retry.serve({"a": 1})
+    retry.serve({"a": range(1, 2)})
     assert len(collective.calls) == 3
 
 
@@ -228,4 +228,4 @@ def test_a_group_that_torch_does_not_know_is_left_alone(retry: Retry) -> None:
 def test_counting_begins_anew(retry: Retry) -> None:
     retry.run(Collective([torch.ones(1)]))
     retry.forget()
-    assert report(retry) == GroupReport(finished=0, in_flight=False, kept=False)
+    assert report(retry) == GroupReport(finished=0, pending=0, kept=0)
