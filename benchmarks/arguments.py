@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 
 def parser(name: str, doc: str, *, layers: int, width: int) -> argparse.ArgumentParser:
@@ -20,3 +25,11 @@ def parser(name: str, doc: str, *, layers: int, width: int) -> argparse.Argument
     made.add_argument("--width", type=int, default=width, help=f"features of a block (default {width})")
     made.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     return made
+
+
+def show(figures: dict[str, Any], table: Table, as_json: bool) -> None:
+    """Print what was measured: as one line of JSON, or as a table for people."""
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        Console().print(table)

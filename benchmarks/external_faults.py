@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arguments import parser as arguments_of
+from benchmarks.arguments import show
 from benchmarks.destroyer import Connection, SocketDestroyer, can_destroy, connections
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
@@ -87,10 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not can_destroy():
         parser.error("ss -K cannot destroy a socket here: it needs root, and a kernel with INET_DIAG_DESTROY")
     figures = measure(**options)
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        Console().print(render(figures))
+    show(figures, render(figures), as_json)
     return 0 if figures["bit_exact"] else 1
 
 

@@ -29,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.arguments import show
 from benchmarks.lab import Lab, enter_node, why_not
 from benchmarks.training import Regressor, Workload
 from lightning_accelpact.recovery import session
@@ -375,10 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(reason)
     kinds = options.kind or [kind for kind in KINDS if kind != "5 % of packets lost" or _can_lose_packets()]
     figures = measure(kinds=kinds, phases=options.phase or PHASES, keep=options.keep)
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        Console().print(render(figures))
+    show(figures, render(figures), options.json)
     return int(bool(figures["hung"] + figures["wrong"] + figures["false_alarms"] + figures["unexpected"]))
 
 

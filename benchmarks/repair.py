@@ -6,7 +6,6 @@ keeps. The meaning of each figure is in ``docs/benchmarks.md``.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,10 +14,10 @@ from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arguments import parser as arguments_of
+from benchmarks.arguments import show
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
 from lightning_accelpact.recovery.digest import state_digest
@@ -202,10 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options["faults"] < 1:
         parser.error(f"--faults {options['faults']} must be at least 1")
     figures = measure(**options)
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        Console().print(render(figures))
+    show(figures, render(figures), as_json)
     return 0 if figures["bit_exact"] else 1
 
 

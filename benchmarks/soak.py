@@ -6,7 +6,6 @@ that any failure can be run again. The meaning of each figure is in ``docs/bench
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.arguments import parser as arguments_of
+from benchmarks.arguments import show
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
 from lightning_accelpact.recovery.digest import state_digest
@@ -117,13 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options["faults"] < 1:
         parser.error(f"--faults {options['faults']} must be at least 1")
     figures = measure(**options)
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        table = Table("figure", "value", title="Random faults in one run")
-        for name, value in figures.items():
-            table.add_row(name, str(value))
-        Console().print(table)
+    table = Table("figure", "value", title="Random faults in one run")
+    for name, value in figures.items():
+        table.add_row(name, str(value))
+    show(figures, table, as_json)
     return 0 if figures["bit_exact"] else 1
 
 

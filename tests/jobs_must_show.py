@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accelpact.recovery import c10d, fsdp2, session
 from lightning_accelpact.recovery.digest import state_digest
-from lightning_accelpact.recovery.fault import Fault, FaultPlan
+from lightning_accelpact.recovery.fault import Fault, FaultPlan, FaultPoint
 from lightning_accelpact.strategy import ResilientHSDPStrategy
 
 COLLECTIVE_TIMEOUT = 60.0
@@ -86,10 +86,33 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+class LastToVote(pl.Callback):
+    """The victim of a fault in a vote comes to it when all its peers have cast theirs."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        machine = trainer.strategy.machine
+        fire = machine.faults.fire
+
+        def fire_late(point: FaultPoint, **options: Any) -> None:
+            if point is FaultPoint.VOTE and machine.progress.frontier == self.fault.update:
+                ballot = machine.guard.open(machine.generation)
+                while machine._control.store.add(f"{ballot}/count", 0) < trainer.world_size - 1:
+                    time.sleep(0.001)
+            fire(point, **options)
+
+        if trainer.global_rank == self.fault.rank:
+            machine.faults.fire = fire_late
+
+
 def restart(fault: Fault, checkpoint: Path | None) -> list[dict[str, Any]]:
     """A fault under ``uncommitted="restart"``; the incidents, printed as well if the run fail-stops."""
     strategy = strategy_with(fault, uncommitted="restart")
-    callbacks = [Saves(checkpoint)] if checkpoint else []
+    callbacks: list[pl.Callback] = [Saves(checkpoint)] if checkpoint else []
+    if fault.point is FaultPoint.VOTE:
+        callbacks.append(LastToVote(fault))
     try:
         trainer_with(strategy, *callbacks).fit(regressor())
     finally:
@@ -148,7 +171,7 @@ class Census(pl.Callback):
         """How many retired groups anything at all in the process keeps alive, once they had the time to end."""
         watched = [weakref.ref(group) for group in _retired]
         _retired.clear()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 1.5 * COLLECTIVE_TIMEOUT  # a collective that was left behind waits that long
         while any(ref() is not None for ref in watched) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)

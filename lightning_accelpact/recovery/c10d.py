@@ -184,6 +184,8 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
     def wait(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if timeout != _NO_TIMEOUT:
             return _native_wait(work, timeout)
+        if work.is_completed():
+            return _native_wait(work)
         if work._get_op_type() in _INDIVISIBLE:
             return _Waiter.result(lambda: _native_wait(work), interrupted)
         while True:
@@ -264,7 +266,7 @@ class _Wait:
             self.error = error
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Collective:
     """A collective of all members of a group, in a form that can be run again.
 

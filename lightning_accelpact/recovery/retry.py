@@ -53,22 +53,6 @@ class Repairs(Protocol):
         """Repair; raises what unwinds the pass if it cannot go on."""
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What it takes to make a tensor like another one."""
-
-    size: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Shape:
-        return cls(tensor.size(), tensor.dtype, tensor.device)
-
-    def make(self) -> torch.Tensor:
-        return torch.empty(self.size, dtype=self.dtype, device=self.device)
-
-
 class Kept:
     """A collective with inputs that will not change.
 
@@ -80,7 +64,7 @@ class Kept:
     def __init__(self, collective: Collective, copies: list[torch.Tensor]) -> None:
         self._in_place = collective.in_place
         self._call = collective.call
-        self._outputs = [_Shape.of(output) for output in collective.outputs]
+        self._outputs = [] if self._in_place else [_shape(output) for output in collective.outputs]
         self.inputs = copies
         self._versions: list[int] = []
 
@@ -96,8 +80,14 @@ class Kept:
     def serve(self, group: Any) -> None:
         """Run it once more for those that have not finished it; the result goes nowhere."""
         inputs = [tensor.clone() for tensor in self.inputs] if self._in_place else self.inputs
-        self._call(group, inputs if self._in_place else [output.make() for output in self._outputs], inputs)
+        outputs = [torch.empty(size, dtype=dtype, device=device) for size, dtype, device in self._outputs]
+        self._call(group, inputs if self._in_place else outputs, inputs)
         self.seal()
+
+
+def _shape(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """What it takes to make a tensor like another one."""
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:
@@ -113,19 +103,30 @@ class _Shelf:
 
     def __init__(self) -> None:
         self._buffers: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, tuple[list[Any], list[torch.Tensor]]] = {}
 
     def copy(self, tensors: list[torch.Tensor], place: int) -> list[torch.Tensor]:
         """Copies of ``tensors``, valid until the next ones for the same place."""
+        wanted = [_shape(tensor) for tensor in tensors]
+        shapes, parts = self._parts.get(place, (None, []))
+        if shapes != wanted:
+            parts = self._divide(tensors, place)
+            self._parts[place] = (wanted, parts)
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor.detach())
+        return parts
+
+    def _divide(self, tensors: list[torch.Tensor], place: int) -> list[torch.Tensor]:
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        buffer = self._buffer(sum(sizes), tensors[0].device, place)
-        parts = zip(tensors, buffer.split([*sizes, buffer.numel() - sum(sizes)]), strict=False)
-        return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.size()).copy_(tensor) for tensor, part in parts]
+        with torch.inference_mode(False):  # else the copies could not be written to outside of that mode
+            buffer = self._buffer(sum(sizes), tensors[0].device, place)
+            parts = zip(tensors, buffer.split([*sizes, buffer.numel() - sum(sizes)]), strict=False)
+            return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for tensor, part in parts]
 
     def _buffer(self, size: int, device: torch.device, place: int) -> torch.Tensor:
         buffer = self._buffers.get(place)
         if buffer is None or buffer.numel() < size or buffer.device != device:
-            with torch.inference_mode(False):  # else it could not be written to outside of that mode
-                buffer = self._buffers[place] = torch.empty(size, dtype=torch.uint8, device=device)
+            buffer = self._buffers[place] = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer
 
     @property
@@ -237,7 +238,6 @@ class Retry:
             self._members[group] = Member(_Shelf())
         return self._members[group]
 
-    @torch.no_grad()
     def _keep(self, collective: Collective, member: Member) -> Kept:
         inputs = collective.inputs
         if not inputs or (not collective.in_place and _nbytes(inputs) > _nbytes(collective.outputs)):

@@ -112,7 +112,6 @@ class StreamRetry(Retry):
         yield
         self._counts[group] = c10d.issued(group)
 
-    @torch.no_grad()
     def _defer(self, collective: Collective) -> Finished:
         member = self._member(collective)
         # The first two places of the shelf are for those that are waited for

@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import guard_overhead, repair, soak
+from benchmarks import guard_overhead, repair, retention, soak
 from benchmarks.destroyer import can_destroy
-from benchmarks.guard_overhead import Blocks, added, median_range, per_update
 from benchmarks.lab import Lab, why_not
+from benchmarks.pairs import Blocks, added, median_range, per_update
 
 ROOT = Path(__file__).parents[2]
 PHASES = ("detect", "admit", "agree", "retire", "rebuild", "rebind", "validate", "total")
@@ -44,6 +44,16 @@ def repair_figures() -> dict[str, Any]:
 
 def overhead_figures() -> dict[str, Any]:
     return figures("guard_overhead", "--layers", "2", "--pairs", "2", "--block", "2")
+
+
+def retention_figures() -> dict[str, Any]:
+    return figures("retention", "--layers", "2", "--pairs", "2", "--block", "2")
+
+
+def test_retention() -> None:
+    found = retention_figures()
+    assert found["kept_bytes"] > 0 < found["shard_bytes"]
+    assert found["share_of_update"] == pytest.approx(found["added_wall_ms"] / found["plain_update_ms"], abs=1e-4)
 
 
 def test_repair() -> None:
@@ -147,6 +157,7 @@ def test_guard_overhead() -> None:
     ("table", "first_line"),
     [
         (lambda: repair.render(repair_figures()), "Twice 2 repairs, 4 ranks, 2 layers: bit-exact"),
+        (lambda: retention.render(retention_figures()), "Kept inputs: 2 pairs of 2 updates"),
         (lambda: guard_overhead.render(overhead_figures()), "Guarded minus plain updates: 2 pairs of 2 updates"),
     ],
 )
@@ -170,7 +181,7 @@ def test_a_constant_cost_comes_out_of_the_pairs() -> None:
     blocks = Blocks(pairs=4, length=2)
     clock = [0.0]
     for block in range(8):
-        clock.append(clock[-1] + 2 * (0.100 + 0.001 * block + 0.003 * blocks.guarded(block)))
+        clock.append(clock[-1] + 2 * (0.100 + 0.001 * block + 0.003 * blocks.with_it(block)))
     differences = added(blocks, per_update(blocks, [clock, clock]))
     assert differences == pytest.approx([2.0, 4.0, 2.0, 4.0])  # the drift adds and subtracts 1 ms in turn
 

@@ -1,0 +1,96 @@
+"""What keeping the inputs of collectives costs, so that they can be run again in place, measured in pairs inside one run.
+
+``python -m benchmarks.retention --json``: 4 ranks on Gloo train in blocks of updates, with and without it in turn. The
+meaning of each figure is in ``docs/benchmarks.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from rich.table import Table
+
+from benchmarks import pairs as paired
+from benchmarks.arguments import parser as arguments_of
+from benchmarks.arguments import show
+from benchmarks.pairs import Alternation, Blocks
+from benchmarks.ranks import run_ranks
+from benchmarks.training import Workload, fit
+from lightning_accelpact.recovery.c10d import Collective
+from lightning_accelpact.recovery.retry import Retry
+
+
+class Forgetful(Retry):
+    """Runs collectives and keeps nothing."""
+
+    def run(self, collective: Collective) -> Any:
+        return collective.plain()
+
+
+class Retaining(Alternation):
+    """Updates whose collectives keep their inputs, and updates whose collectives do not, in turn."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep both forms of what is switched."""
+        machine = trainer.strategy.machine
+        self._retries = {True: machine.retry, False: Forgetful(machine)}
+
+    def switch(self, trainer: pl.Trainer, with_it: bool) -> None:
+        trainer.strategy.machine.retry = self._retries[with_it]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return self._retries[True].nbytes
+
+
+def train(workload: Workload, blocks: Blocks) -> dict[str, Any]:
+    """The job of one rank: wall clock and process CPU time (seconds) at each end of a block, and the sizes."""
+    alternation = Retaining(blocks)
+    trainer = fit(workload, callbacks=[alternation])
+    shards = [parameter.to_local().nbytes for parameter in trainer.lightning_module.parameters()]
+    return {"clocks": alternation.clocks, "kept_bytes": alternation.nbytes, "shard_bytes": sum(shards)}
+
+
+def measure(*, ranks: int, layers: int, width: int, pairs: int, block: int) -> dict[str, Any]:
+    """Train in alternating blocks and compare them; medians over the pairs."""
+    blocks = Blocks(pairs=pairs, length=block)
+    results = run_ranks(train, ranks, Workload(updates=blocks.updates, layers=layers, width=width), blocks)
+    figures = paired.compared(blocks, [result["clocks"] for result in results])
+    return {
+        **figures,
+        "share_of_update": round(figures["added_wall_ms"] / figures["plain_update_ms"], 5),
+        "kept_bytes": max(result["kept_bytes"] for result in results),
+        "shard_bytes": max(result["shard_bytes"] for result in results),
+        "ranks": ranks,
+        "layers": layers,
+        "width": width,
+    }
+
+
+def render(figures: dict[str, Any]) -> Table:
+    """The figures as a table for people."""
+    table = Table("figure", "value", title=f"Kept inputs: {figures['pairs']} pairs of {figures['block']} updates")
+    for name in ("added_wall_ms", "added_cpu_ms"):
+        low, high = figures["ranges"][name]
+        table.add_row(name, f"{figures[name]:.3f} ({low:.3f} to {high:.3f})")
+    table.add_row("share_of_update", f"{figures['share_of_update']:.2%} of {figures['plain_update_ms']:.1f} ms")
+    table.add_row("kept_bytes", f"{figures['kept_bytes']:,} beside {figures['shard_bytes']:,} of parameter shards")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = arguments_of("retention", __doc__, layers=8, width=512)
+    paired.add_options(parser)
+    options = vars(parser.parse_args(arguments))
+    as_json = options.pop("json")
+    paired.check_options(parser, options)
+    show(figures := measure(**options), render(figures), as_json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
