@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_accelpact.recovery import c10d, sockets
+from lightning_accelpact.recovery import c10d, sockets, uncaught
 from lightning_accelpact.recovery.c10d import GroupSpec
 
 _LOOK_S = 0.0002
@@ -132,6 +133,7 @@ class GlooLinks:
         self._seen: dict[int, str] = {}
         self._down = False
         c10d.make_waits_interruptible(lambda: self._down)
+        uncaught.park_gloo_threads()
 
     def watch(self) -> None:
         self._down = False
@@ -407,11 +409,20 @@ def end_disposals(patience: float) -> None:
     _exiting.clear()
 
 
+def _never_destroy(groups: list[dist.ProcessGroup]) -> None:
+    """One of these, or an earlier one, has a thread that was parked: its destructor would wait for that for ever."""
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    groups.clear()
+
+
 _LOOKS = 200  # at somebody else's reference, up to 0.5 s apart
 _OURS = 3  # references to a group below: the list's, the variable's, and the argument's of getrefcount()
 
 
 def _dispose(groups: list[dist.ProcessGroup]) -> None:
+    if uncaught.parked_threads():
+        _never_destroy(groups)
     for look in range(_LOOKS):
         held = [group for group in groups if sys.getrefcount(group) > _OURS]
         groups[:] = held  # the others end here
