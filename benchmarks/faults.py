@@ -38,8 +38,7 @@ from lightning_accelpact.recovery.fault import Fault, FaultPlan, FaultPoint
 from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE
 from lightning_accelpact.strategy import ResilientHSDPStrategy
 
-RANKS_PER_NODE, NODES = 2, 2
-VICTIM = 3  # on the second node
+NODES, SHARD = 2, 2
 STRUCK_UPDATE = 3
 UPDATES = 8
 HEARTBEAT_DEADLINE, REPAIR_BUDGET, COLLECTIVE_TIMEOUT, REBUILD_TIMEOUT = 3.0, 15.0, 12.0, 3.0
@@ -57,7 +56,7 @@ class Scene:
 
     Args:
         lab: The two nodes.
-        pids: The ranks' processes.
+        pids: The ranks' processes; the last one, on the second node, is the victim.
     """
 
     lab: Lab
@@ -80,11 +79,11 @@ def _cut(seconds: float, **how: Any) -> Act:
 
 def _stop(seconds: float) -> Act:
     def act(scene: Scene) -> None:
-        os.kill(scene.pids[VICTIM], signal.SIGSTOP)
+        os.kill(scene.pids[-1], signal.SIGSTOP)
         if seconds < _FOREVER:
             time.sleep(seconds)
             try:
-                os.kill(scene.pids[VICTIM], signal.SIGCONT)
+                os.kill(scene.pids[-1], signal.SIGCONT)
             except ProcessLookupError:
                 pass  # given up meanwhile
 
@@ -119,7 +118,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "link cut 2 s": Kind(act=_cut(2.0)),
-    "link cut 8 s": Kind(act=_cut(8.0), expected=("bit_exact", "fail_stop")),
+    "link cut 10 s": Kind(act=_cut(10.0), expected=("bit_exact", "fail_stop")),
     "link cut for ever": Kind(act=_cut(_FOREVER), expected=("fail_stop",)),
     "one direction blocked 2 s": Kind(act=_cut(2.0, nodes=(1,))),
     "one direction blocked for ever": Kind(act=_cut(_FOREVER, nodes=(1,)), expected=("fail_stop",)),
@@ -132,7 +131,7 @@ KINDS: dict[str, Kind] = {
         expected=("bit_exact", "fail_stop"),
     ),
     "both links cut for ever": Kind(act=_both, expected=("fail_stop",)),
-    "killed": Kind(act=lambda scene: os.kill(scene.pids[VICTIM], signal.SIGKILL), expected=("fail_stop",)),
+    "killed": Kind(act=lambda scene: os.kill(scene.pids[-1], signal.SIGKILL), expected=("fail_stop",)),
     "stopped 1 s": Kind(act=_stop(1.0), harmless=True),
     "stopped 5 s": Kind(act=_stop(5.0), expected=("fail_stop",)),
     "stopped for ever": Kind(act=_stop(_FOREVER), expected=("fail_stop",)),
@@ -180,7 +179,7 @@ class Trigger(pl.Callback):
         self.committed.append(time.time())
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._phase == "validation" and trainer.global_rank == VICTIM and not trainer.sanity_checking:
+        if self._phase == "validation" and trainer.global_rank == trainer.world_size - 1 and not trainer.sanity_checking:
             self._strike(trainer)
 
     def _strike(self, trainer: pl.Trainer) -> None:
@@ -202,15 +201,16 @@ def train(folder: Path, phase: str, kind: str | None) -> dict[str, Any]:
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     points = {} if kind is None or phase == "validation" else {"point": FaultPoint(phase), "update": STRUCK_UPDATE}
-    plan = FaultPlan([Fault(rank=VICTIM, **points)] if points else [])
+    ranks = int(os.environ["WORLD_SIZE"])
+    plan = FaultPlan([Fault(rank=ranks - 1, **points)] if points else [])
     trigger = Trigger(folder, phase if kind else "", KINDS[kind].own if kind else None)
     module = Validated(Workload(updates=UPDATES, layers=4, width=32))
     trainer = pl.Trainer(
-        accelerator="cpu", devices=RANKS_PER_NODE, num_nodes=NODES, max_steps=UPDATES, gradient_clip_val=1.0,
+        accelerator="cpu", devices=ranks // NODES, num_nodes=NODES, max_steps=UPDATES, gradient_clip_val=1.0,
         val_check_interval=4, limit_val_batches=2, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[trigger],
         strategy=ResilientHSDPStrategy(
-            faults=plan, goodput=False, repair_budget=REPAIR_BUDGET, collective_timeout=COLLECTIVE_TIMEOUT,
+            replicate=ranks // SHARD, shard=SHARD, faults=plan, goodput=False, repair_budget=REPAIR_BUDGET, collective_timeout=COLLECTIVE_TIMEOUT,
             rebuild_timeout=REBUILD_TIMEOUT, heartbeat_deadline=HEARTBEAT_DEADLINE, max_repairs_per_update=20,
         ),
     )  # fmt: skip
@@ -240,12 +240,13 @@ def _rank_main(environment: dict[str, str], node: str, folder: str, phase: str, 
 # -- a run
 
 
-def run_cell(lab: Lab, phase: str, kind: str | None, folder: Path) -> dict[str, Any]:
+def run_cell(lab: Lab, phase: str, kind: str | None, folder: Path, world_size: int) -> dict[str, Any]:
     """One run, with one fault or none, and what became of it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [_start(lab, rank, port, phase, kind, folder) for rank in range(RANKS_PER_NODE * NODES)]
+    addresses = {"MASTER_ADDR": lab.address(0, "control"), "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    ranks = [_start(lab, rank, addresses, phase, kind, folder) for rank in range(world_size)]
     try:
         if kind is not None and KINDS[kind].own is None:
             _act_when_told(Scene(lab=lab, pids=[rank.pid for rank in ranks]), KINDS[kind].act, folder, ranks)
@@ -263,11 +264,12 @@ def run_cell(lab: Lab, phase: str, kind: str | None, folder: Path) -> dict[str, 
     return {"phase": phase, "kind": kind, "exit_codes": [rank.exitcode for rank in ranks], "hung": hung}
 
 
-def _start(lab: Lab, rank: int, port: int, phase: str, kind: str | None, folder: Path) -> BaseProcess:
-    node = rank // RANKS_PER_NODE
+def _start(
+    lab: Lab, rank: int, addresses: dict[str, str], phase: str, kind: str | None, folder: Path
+) -> BaseProcess:
+    node, local_rank = divmod(rank, int(addresses["WORLD_SIZE"]) // NODES)
     environment = {
-        "MASTER_ADDR": lab.address(0, "control"), "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS_PER_NODE * NODES),
-        "RANK": str(rank), "LOCAL_RANK": str(rank % RANKS_PER_NODE), "NODE_RANK": str(node),
+        **addresses, "RANK": str(rank), "LOCAL_RANK": str(local_rank), "NODE_RANK": str(node),
         "GLOO_SOCKET_IFNAME": "data", "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }  # fmt: skip
@@ -322,19 +324,22 @@ def _read(folder: Path, name: str, rank: int) -> Any:
     return json.loads(file.read_text()) if file.exists() and file.stat().st_size else None
 
 
-def measure(*, kinds: Iterable[str], phases: Iterable[str], keep: str | None = None, progress: bool = True) -> dict[str, Any]:
+def measure(
+    *, kinds: Iterable[str], phases: Iterable[str], ranks: int = 4, keep: str | None = None, progress: bool = True
+) -> dict[str, Any]:
     """Run every fault in every phase, and count."""
     cells = [(kind, phase) for kind in kinds for phase in phases]
     rows = []
     with Lab() as lab, tempfile.TemporaryDirectory() as scratch:
         root = Path(keep or scratch)
-        digests = _undisturbed(lab, root)
+        digests = _undisturbed(lab, root, ranks)
         for number, (kind, phase) in enumerate(track(cells, disable=not progress, console=Console(stderr=True))):
             folder = root / f"{number}"
             folder.mkdir(parents=True)
-            rows.append(judge(run_cell(lab, phase, kind, folder), folder, digests))
+            rows.append(judge(run_cell(lab, phase, kind, folder, ranks), folder, digests))
     count = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("bit_exact", "fail_stop", "hung", "wrong")}
     return {
+        "ranks": ranks,
         "cells": len(rows),
         **count,
         "false_alarms": sum(row["false_alarm"] for row in rows),
@@ -343,13 +348,13 @@ def measure(*, kinds: Iterable[str], phases: Iterable[str], keep: str | None = N
     }
 
 
-def _undisturbed(lab: Lab, root: Path) -> list[str]:
+def _undisturbed(lab: Lab, root: Path, ranks: int) -> list[str]:
     folder = root / "undisturbed"
     folder.mkdir(parents=True)
-    cell = run_cell(lab, "", None, folder)
+    cell = run_cell(lab, "", None, folder, ranks)
     if any(cell["exit_codes"]):
         raise RuntimeError(f"the run without a fault failed: {cell}\n{(folder / 'output0').read_text()[-2000:]}")
-    return [_read(folder, "result", rank)["digest"] for rank in range(RANKS_PER_NODE * NODES)]
+    return [_read(folder, "result", rank)["digest"] for rank in range(ranks)]
 
 
 def render(figures: dict[str, Any]) -> Table:
@@ -369,13 +374,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__.partition("\n")[0])
     parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="only this fault; may be repeated")
     parser.add_argument("--phase", action="append", choices=PHASES, help="only this phase; may be repeated")
+    parser.add_argument("--ranks", type=int, default=4, help="processes, a multiple of 4 (default 4)")
     parser.add_argument("--keep", metavar="FOLDER", help="keep what the ranks wrote, for a look at it")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     if reason := why_not():
         parser.error(reason)
+    if options.ranks < 4 or options.ranks % 4:
+        parser.error(f"--ranks {options.ranks} must be a multiple of 4: two nodes, and sharding groups of two")
     kinds = options.kind or [kind for kind in KINDS if kind != "5 % of packets lost" or _can_lose_packets()]
-    figures = measure(kinds=kinds, phases=options.phase or PHASES, keep=options.keep)
+    figures = measure(kinds=kinds, phases=options.phase or PHASES, ranks=options.ranks, keep=options.keep)
     show(figures, render(figures), options.json)
     return int(bool(figures["hung"] + figures["wrong"] + figures["false_alarms"] + figures["unexpected"]))
 
