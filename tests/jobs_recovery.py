@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_accelpact.recovery import c10d
 from lightning_accelpact.recovery.c10d import GroupSpec
 from lightning_accelpact.recovery.communicator import CommunicatorLost, Communicators, is_communication_error
-from lightning_accelpact.recovery.control import Endpoint
+from lightning_accelpact.recovery.endpoint import Endpoint
 from lightning_accelpact.recovery.session import Session
 
 LONG = timedelta(seconds=60)

@@ -8,31 +8,22 @@ different answers.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
-import os
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 
-from lightning_accelpact.recovery import sockets
+from lightning_accelpact.recovery.endpoint import Endpoint
+from lightning_accelpact.recovery.line import ControlLost, Line, Unanswered
 
-_SIOCGIFADDR = 0x8915
 _YES, _NO = "yes", "no"
 _FOREVER = timedelta(days=365)
-
-
-class ControlLost(RuntimeError):
-    """The control store cannot be reached: nothing can be agreed any more."""
 
 
 class Superseded(RuntimeError):
@@ -59,188 +50,6 @@ class Notice:
     time: float
     stop: bool = False
     update: int = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """Where the control store lives.
-
-    Args:
-        host: Address that every rank can reach.
-        port: TCP port.
-        hosted_here: Whether this process serves it. Under an elastic agent, which outlives every rank, no rank does.
-        namespace: Prefix of all keys; differs between attempts of a relaunched job.
-        kept: What must live as long as the endpoint.
-        silence: Seconds after which a connection counts as broken whose other end does not answer.
-    """
-
-    host: str
-    port: int
-    hosted_here: bool
-    namespace: str = "accelpact"
-    kept: Any = None
-    silence: float = 3.0
-
-    @classmethod
-    def from_environment(
-        cls, *, host: str, port: int, rank: int, interface: str | None, deadline: timedelta
-    ) -> Endpoint:
-        """The store at the launcher's rendezvous address, or on a network interface of its own.
-
-        Args:
-            host: The launcher's rendezvous host.
-            port: And its port; the elastic agent serves a store there where there is one, else rank 0 does.
-            rank: Global rank of this process.
-            interface: Interface of rank 0's node to serve the store on; ``None`` to stay at the rendezvous address.
-            deadline: How long to wait for rank 0.
-        """
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        meeting = cls(host=host, port=port, hosted_here=rank == 0 and not by_agent, namespace=f"accelpact/{attempt}")
-        return meeting if interface is None else meeting._moved(interface, rank, deadline)
-
-    def _moved(self, interface: str, rank: int, deadline: timedelta) -> Endpoint:
-        """Rank 0 opens a store on the interface, and the others learn of it at the meeting point."""
-        kept, store = self.serve(), self.connect(deadline)
-        if rank == 0:
-            with _listen(interface_address(interface), 0) as free:
-                store.set("endpoint", json.dumps(free.getsockname()))
-        host, port = json.loads(store.get("endpoint"))
-        return replace(self, host=host, port=port, hosted_here=rank == 0, kept=(kept, store))
-
-    def serve(self) -> dist.TCPStore | None:
-        """Start the store if it is this process's to serve; it lives as long as the returned object."""
-        if not self.hosted_here:
-            return None
-        listener = _listen(self.host, self.port)
-        return dist.TCPStore(
-            self.host, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-
-    def connect(self, deadline: timedelta) -> dist.Store:
-        """A connection of one's own: a client is locked while it waits, so every thread needs another.
-
-        Raises:
-            DistError: if nobody has answered when the deadline has passed.
-        """
-        client = dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=deadline)
-        for fd in sockets.open_sockets():
-            # Its file descriptor is not known, and for the other connections to this port it does no harm
-            if sockets.ports(fd)[1] == self.port:
-                sockets.limit_silence(fd, self.silence)
-        return dist.PrefixStore(self.namespace, client)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket on the address of ``host`` alone, or on all if that address is not one of this machine's."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        listener.bind(("", port))  # behind address translation
-    listener.listen(4096)
-    return listener
-
-
-def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface of this machine.
-
-    Raises:
-        ValueError: if there is no such interface or it has no address; names those that have one.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            known = [interface for _, interface in socket.if_nameindex()]
-            raise ValueError(
-                f"control_interface={name!r} is not an interface with an IPv4 address on this machine;"
-                f" its interfaces are {known}"
-            ) from None
-    return socket.inet_ntoa(answer[20:24])
-
-
-class Unanswered(RuntimeError):
-    """The connection broke before the answer came: nobody knows whether the operation took effect."""
-
-
-_PATIENCE = timedelta(seconds=2)
-_BREAKS = 10  # of the connection, in one operation
-
-
-class Line:
-    """A connection to the control store that is made again when it breaks, which torch's client does not do.
-
-    Args:
-        endpoint: Where the store is.
-        deadline: How long an operation may take.
-
-    Raises:
-        ControlLost: in every method, if the store cannot be reached again within two seconds, or nobody listens there any
-            more; and from then on at once.
-    """
-
-    _lost: ClassVar[dict[tuple[str, int], str]] = {}  # stores that this process has given up, with the reason
-
-    def __init__(self, endpoint: Endpoint, deadline: timedelta) -> None:
-        self._endpoint = endpoint
-        self._deadline = deadline
-        self._store = endpoint.connect(deadline)
-        self._lost.pop(self._address, None)
-
-    @property
-    def _address(self) -> tuple[str, int]:
-        return self._endpoint.host, self._endpoint.port
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter.
-
-        Raises:
-            Unanswered: if the connection broke: to try again could count twice.
-        """
-        try:
-            return self._store.add(key, amount)
-        except dist.DistNetworkError as error:
-            self._connect_again(error)
-            raise Unanswered(str(error)) from error
-
-    def _repeat(self, name: str, *args: Any) -> Any:
-        """An operation that does nothing new when it is done once more."""
-        for _ in range(_BREAKS):
-            try:
-                return getattr(self._store, name)(*args)
-            except dist.DistNetworkError as error:
-                self._connect_again(error)
-        raise ControlLost(f"the connection to the control store broke {_BREAKS} times during one operation")
-
-    def _connect_again(self, error: BaseException) -> None:
-        if self._address not in self._lost:
-            try:
-                # torch's client would go on trying although nobody listens, which means that the store has ended
-                socket.create_connection(self._address, timeout=_PATIENCE.total_seconds()).close()
-                self._store = self._endpoint.connect(_PATIENCE)
-                self._store.set_timeout(self._deadline)
-                return
-            except (OSError, dist.DistError) as again:
-                self._lost[self._address] = f"{error}; and to a new connection: {again}"
-        raise ControlLost(f"the control store does not answer: {self._lost[self._address]}") from error
-
-
-def _repeated(name: str) -> Callable[..., Any]:
-    def method(self: Line, *args: Any) -> Any:
-        return self._repeat(name, *args)
-
-    method.__name__ = name
-    method.__doc__ = f"``Store.{name}``, on a new connection if the old one breaks."
-    return method
-
-
-for _name in ("wait", "get", "set", "check", "compare_set", "delete_key", "multi_get", "multi_set"):
-    setattr(Line, _name, _repeated(_name))
 
 
 class ControlPlane:
@@ -372,42 +181,6 @@ class ControlPlane:
             return operation()
         except dist.DistError as error:
             raise ControlLost(f"the control store does not answer: {error}") from error
-
-
-class InterruptibleStore:
-    """A connection for making process groups, whose waits another thread can end.
-
-    Args:
-        endpoint: Where the store is.
-        deadline: How long one wait may take.
-    """
-
-    def __init__(self, endpoint: Endpoint, deadline: timedelta) -> None:
-        self._endpoint = endpoint
-        self._deadline = deadline
-        self._connection: dict[int, str] = {}
-        self._store: Line | None = None
-
-    def for_generation(self, generation: int) -> dist.Store:
-        """The store on which the groups of one generation meet; connects again if it was interrupted."""
-        store = self._store
-        if store is None:
-            before = sockets.open_sockets()
-            store = self._endpoint.connect(self._deadline)
-            self._connection = {
-                fd: inode
-                for fd, inode in sockets.open_sockets().items()
-                # The serving rank also finds its peers' connections here: theirs end at the store's port
-                if before.get(fd) != inode and sockets.ports(fd)[1] == self._endpoint.port
-            }
-            self._store = store
-        return dist.PrefixStore(f"groups/{generation}", store)
-
-    def cut(self) -> None:
-        """End a wait on this store, from any thread."""
-        connection, self._connection, self._store = self._connection, {}, None
-        for fd, inode in connection.items():
-            sockets.shut(fd, inode)
 
 
 def _notice_key(generation: int) -> str:

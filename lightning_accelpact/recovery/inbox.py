@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning_accelpact.recovery.control import Line, Notice, Superseded
+from lightning_accelpact.recovery.control import Notice, Superseded
+from lightning_accelpact.recovery.line import Line
 
 
 class Inbox:

@@ -26,12 +26,13 @@ from lightning_accelpact.recovery.communicator import (
     dispose,
     is_communication_error,
 )
-from lightning_accelpact.recovery.control import ControlLost, ControlPlane, Line, Notice, Superseded
+from lightning_accelpact.recovery.control import ControlPlane, Notice, Superseded
 from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
 from lightning_accelpact.recovery.guard import BoundaryGuard
 from lightning_accelpact.recovery.inbox import Inbox
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.leave import Leave, Place
+from lightning_accelpact.recovery.line import ControlLost, Line
 from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE, FailStop, RepairPhase, RepairPolicy
 from lightning_accelpact.recovery.progress import Progress
 from lightning_accelpact.recovery.rebind import Reference, StaleReference, rebind

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_accelpact.recovery import c10d, fsdp2
 from lightning_accelpact.recovery.action import Action
-from lightning_accelpact.recovery.control import Endpoint, interface_address
+from lightning_accelpact.recovery.endpoint import Endpoint, interface_address
 from lightning_accelpact.recovery.fault import Fault, FaultInjector, FaultPlan
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.machine import RepairMachine

@@ -21,7 +21,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_accelpact.recovery.control import ControlLost, ControlPlane, Endpoint, Notice
+from lightning_accelpact.recovery.control import ControlPlane, Notice
+from lightning_accelpact.recovery.endpoint import Endpoint
+from lightning_accelpact.recovery.line import ControlLost
 
 _BEATS_PER_DEADLINE = 6
 _LAST_WORDS_S = 10

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_accelpact.recovery import c10d
 from lightning_accelpact.recovery.c10d import Collective
 from lightning_accelpact.recovery.communicator import Communicators, GlooLinks, Links, NcclLinks, end_disposals
-from lightning_accelpact.recovery.control import ControlPlane, Endpoint, InterruptibleStore, Line, Monitor, Notice
+from lightning_accelpact.recovery.control import ControlPlane, Monitor, Notice
+from lightning_accelpact.recovery.endpoint import Endpoint
+from lightning_accelpact.recovery.line import InterruptibleStore, Line
 from lightning_accelpact.recovery.machine import RepairMachine
 from lightning_accelpact.recovery.sentinel import Sentinel, Watch
 

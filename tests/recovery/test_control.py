@@ -16,18 +16,9 @@ import torch.distributed as dist
 from cluster import free_port
 
 from lightning_accelpact.recovery import sockets
-from lightning_accelpact.recovery.control import (
-    ControlLost,
-    ControlPlane,
-    Endpoint,
-    InterruptibleStore,
-    Line,
-    Monitor,
-    Notice,
-    Superseded,
-    Unanswered,
-    interface_address,
-)
+from lightning_accelpact.recovery.control import ControlPlane, Monitor, Notice, Superseded
+from lightning_accelpact.recovery.endpoint import Endpoint, interface_address
+from lightning_accelpact.recovery.line import ControlLost, InterruptibleStore, Line, Unanswered
 
 LONG = timedelta(seconds=60)  # never reached: a test that waits for it fails by the suite's own timeout
 SHORT = timedelta(seconds=0.2)
