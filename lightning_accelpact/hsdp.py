@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_accelpact.collective import ResilientCollective
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass
-from lightning_accelpact.recovery import c10d, fsdp2
+from lightning_accelpact.recovery import c10d, fsdp2, secret
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.machine import RepairMachine
@@ -87,6 +87,12 @@ class ResilientHSDP:
         return self.runtime.gather_json(message)
 
     # -- set-up
+
+    def _configure_launcher(self) -> None:
+        """Where this process starts all ranks, it hands them the run's secret; otherwise their launcher has to."""
+        super()._configure_launcher()
+        if not self.cluster_environment.creates_processes_externally and self.num_nodes == 1:
+            secret.hand_out()
 
     def _start(self, *, redo: bool) -> None:
         """Check the options against the world, then make control plane, communicators and device mesh.

@@ -184,7 +184,7 @@ def open_session(**options: Any) -> Session:
     """This rank's session."""
     rank, size = rank_and_size()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    endpoint = Endpoint.from_environment(host=host, port=port, rank=rank, interface=None, deadline=LONG)
+    endpoint = Endpoint.from_environment(host=host, port=port, rank=rank, world_size=size, interface=None, deadline=LONG)
     return Session.open(
         **{"endpoint": endpoint, "rank": rank, "world_size": size, "backend": "gloo", "collective_timeout": LONG,
            "rebuild_timeout": LONG, "heartbeat_deadline": 3.0, **options}
@@ -207,7 +207,7 @@ def real_errors() -> dict[str, Any]:
     _repaired(groups, 3)
     if dist.get_rank() == 1:
         os._exit(0)
-    store.add("closed", 1)  # for rank 1: nobody has to wait for it
+    session.control.publish("closed/1", "")  # for rank 1: nobody has to wait for it
     errors["process gone"] = error_of(total)
     groups._rebuild_timeout = timedelta(milliseconds=300)
     groups.retire(4)

@@ -11,19 +11,25 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_accelpact.recovery.endpoint import Endpoint
+from lightning_accelpact.recovery import secret
+from lightning_accelpact.recovery.endpoint import LOOK_AGAIN_S, Endpoint
 from lightning_accelpact.recovery.line import ControlLost, Line, Unanswered
+from lightning_accelpact.recovery.secret import Message
 
 _YES, _NO = "yes", "no"
 _FOREVER = timedelta(days=365)
+_SLICE_S = 1.0  # after which a rank that waits counts the votes itself
+_GREETING_S = 2.0  # for a greeting that somebody else has written over
+_MONITOR_END_S = 1.0
+_OVERWRITTEN = 100  # times that a register is written again
 
 
 class Superseded(RuntimeError):
@@ -53,13 +59,16 @@ class Notice:
 
 
 class ControlPlane:
-    """Agreement, notices and small gathers for one rank.
+    """Agreement, notices and small gathers for one rank. What does not bear the run's seal counts as not written.
 
     Args:
         endpoint: Where the store is.
         rank: Global rank of this process.
         world_size: Number of ranks.
         deadline: How long a rank waits for its peers, at the most, before it vetoes what it waits for.
+
+    Raises:
+        ControlLost: in every method, if the store does not answer any more.
     """
 
     def __init__(self, *, endpoint: Endpoint, rank: int, world_size: int, deadline: timedelta) -> None:
@@ -67,28 +76,95 @@ class ControlPlane:
         self.rank = rank
         self.world_size = world_size
         self.deadline = deadline
+        self._seal = endpoint.seal(rank)
+        self._ballot = ""  # the last one that this rank has voted in
         self._server = endpoint.serve()
         self.store = Line(endpoint, deadline)
+
+    @property
+    def rejected(self) -> int:
+        """How often this rank has found something that nobody with the run's secret has written."""
+        return self._seal.rejected
+
+    def greet(self) -> None:
+        """Meet all ranks at the start.
+
+        Raises:
+            RuntimeError: if one of them has another secret.
+        """
+        keys = [f"hello/{peer}" for peer in range(self.world_size)]
+        self.settle(keys[self.rank], "hello")
+        self.store.wait(keys, self.deadline)
+        limit = time.monotonic() + _GREETING_S
+        while strangers := [rank for rank, key in enumerate(keys) if self._found(key) is None]:
+            if time.monotonic() > limit:
+                raise RuntimeError(
+                    f"ranks {strangers} do not have the secret of rank {self.rank}: hand the same {secret.VARIABLE} or"
+                    f" {secret.FILE_VARIABLE} to all ranks of a run"
+                )
+            time.sleep(LOOK_AGAIN_S)
 
     # -- registers
 
     def settle(self, key: str, value: str, *, store: Line | None = None) -> str:
-        """Write a register unless it has a value; returns the value that stands."""
-        return self._call(lambda: (store or self.store).compare_set(key, "", value)).decode()
+        """Write a register unless it has a value; returns the value that stands.
 
-    def read(self, key: str, *, otherwise: str, deadline: timedelta | None = None) -> str:
-        """Wait for a register; if the deadline passes first, settle it with ``otherwise``."""
-        try:
-            self.store.wait([key], deadline or self.deadline)
-        except dist.DistStoreError:
-            return self.settle(key, otherwise)
-        return self._call(lambda: self.store.get(key)).decode()
+        Raises:
+            ControlLost: if somebody else writes to it without end.
+        """
+        sealed, standing = self._seal.close(key, value).encode(), b""
+        for _ in range(_OVERWRITTEN):
+            with _answered():
+                found = (store or self.store).compare_set(key, standing, sealed)
+            message = self._seal.open(key, found)
+            if message is not None:
+                return message.text
+            # Somebody else's: put ours in its place, unless it has gone, when the store says what we expected
+            standing = b"" if found == standing else found
+        raise ControlLost(f"somebody without this run's secret keeps writing to {key} in the control store")
 
-    def peek(self, key: str) -> str | None:
+    def publish(self, key: str, value: str) -> None:
+        """Write what may change."""
+        with _answered():
+            self.store.set(key, self._seal.close(key, value))
+
+    def read(
+        self,
+        key: str,
+        *,
+        otherwise: str,
+        deadline: timedelta | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> str:
+        """Wait for a register; if the deadline passes first, settle it with ``otherwise``.
+
+        Args:
+            key: Name of the register.
+            otherwise: What it says if nobody writes to it.
+            deadline: How long to wait for it; ``None`` for the control plane's own.
+            meanwhile: Called every second, and when somebody else has written to it.
+        """
+        limit = time.monotonic() + (deadline or self.deadline).total_seconds()
+        while (left := limit - time.monotonic()) > 0:
+            with suppress(dist.DistStoreError):
+                self.store.wait([key], timedelta(seconds=min(left, _SLICE_S)))
+                if (message := self._found(key)) is not None:
+                    return message.text
+                time.sleep(LOOK_AGAIN_S)
+            meanwhile()
+        return self.settle(key, otherwise)
+
+    def peek(self, key: str, *, store: Line | None = None) -> str | None:
         """A register's value, or ``None`` if it has none yet; does not wait."""
-        if not self._call(lambda: self.store.check([key])):
-            return None
-        return self._call(lambda: self.store.get(key)).decode()
+        with _answered():
+            there = (store or self.store).check([key])
+        message = self._found(key, store) if there else None
+        return message.text if message else None
+
+    def _found(self, key: str, store: Line | None = None) -> Message | None:
+        """What has been written under a key; unlike ``get`` this does not wait if it has been deleted."""
+        with _answered():
+            return self._seal.open(key, (store or self.store).compare_set(key, "", ""))
 
     def cast(self, ballot: str, *, expired: str | None = None) -> None:
         """Cast this rank's "yes"; the last rank to do so settles the ballot.
@@ -98,19 +174,50 @@ class ControlPlane:
             expired: A ballot that no rank can still be waiting for; the first rank to vote removes it, so that a run of
                 weeks does not fill the store.
         """
-        try:
-            count = self._call(lambda: self.store.add(f"{ballot}/count", 1))
-        except Unanswered:
-            self.veto(ballot)  # whether it was counted or not: the repair costs less than a wrong count
-            return
-        if count == self.world_size:
-            self.settle(ballot, _YES)
+        self._ballot = ballot
+        self.publish(self._vote_key(self.rank), ballot)
+        count = self._count(f"{ballot}/count")
+        if count >= self.world_size:
+            self._settle_if_complete(ballot)
         elif count == 1 and expired is not None:
-            self._call(lambda: (self.store.delete_key(f"{expired}/count"), self.store.delete_key(expired)))
+            with _answered():
+                self.store.delete_key(f"{expired}/count")
+                self.store.delete_key(expired)
+
+    def _count(self, key: str) -> int:
+        """How many have counted themselves; more if a connection broke, and as if all had if that cannot be found out."""
+        for _ in range(2):
+            with suppress(Unanswered), _answered():
+                return self.store.add(key, 1)
+        return self.world_size
+
+    def _settle_if_complete(self, ballot: str) -> None:
+        """Anybody can add to the count, so that it says only when to look at the votes."""
+        keys = [self._vote_key(peer) for peer in range(self.world_size)]
+        votes = self._all(keys)
+        if votes is not None and all(vote == Message(rank, ballot) for rank, vote in enumerate(votes)):
+            self.settle(ballot, _YES)
+
+    @staticmethod
+    def _vote_key(rank: int) -> str:
+        return f"ballot/{rank}"
+
+    def _all(self, keys: list[str]) -> list[Message | None] | None:
+        """What has been written under each of these keys; ``None`` if one of them is not there."""
+        with _answered():
+            if not self.store.check(keys):
+                return None
+            return [self._seal.open(key, text) for key, text in zip(keys, self.store.multi_get(keys), strict=True)]
 
     def tally(self, ballot: str) -> bool:
         """Wait until the ballot is settled: true if every rank voted, false if anyone vetoed first."""
-        return self.read(ballot, otherwise=_NO) == _YES
+
+        def count_again() -> None:
+            if self._ballot == ballot:
+                self.publish(self._vote_key(self.rank), ballot)
+                self._settle_if_complete(ballot)
+
+        return self.read(ballot, otherwise=_NO, meanwhile=count_again) == _YES
 
     def veto(self, ballot: str, *, store: Line | None = None) -> bool:
         """Settle a ballot with "no" unless it is settled; true if it has passed all the same."""
@@ -124,17 +231,26 @@ class ControlPlane:
         Raises:
             Superseded: if a rank did not answer, or a newer notice came first.
         """
-        self.settle(f"{topic}/{self.rank}", json.dumps(message))
-        keys = [f"{topic}/{peer}" for peer in range(self.world_size)]
-        try:
-            self.store.wait(keys, deadline or self.deadline)
-        except dist.DistStoreError:
-            self.abandon(topic)
-        answers = [answer.decode() for answer in self._call(lambda: self.store.multi_get(keys))]
-        silent = [rank for rank, answer in enumerate(answers) if answer == _NO]
+        answers = self._answers(topic, json.dumps(message), deadline or self.deadline)
+        silent = [rank for rank, answer in enumerate(answers) if not _is_answer(rank, answer) or answer.text == _NO]
         if silent:
             raise Superseded(f"ranks {silent} did not answer in {topic}")
-        return [json.loads(answer) for answer in answers]
+        return [json.loads(answer.text) for answer in answers]
+
+    def _answers(self, topic: str, own: str, deadline: timedelta) -> list[Message | None]:
+        keys = [f"{topic}/{peer}" for peer in range(self.world_size)]
+        limit = time.monotonic() + deadline.total_seconds()
+        self.settle(keys[self.rank], own)
+        while (left := limit - time.monotonic()) > 0:
+            with suppress(dist.DistStoreError):
+                self.store.wait(keys, timedelta(seconds=left))
+                answers = self._all(keys)
+                if answers is not None and all(map(_is_answer, range(self.world_size), answers)):
+                    return answers
+                self.settle(keys[self.rank], own)
+                time.sleep(LOOK_AGAIN_S)
+        self.abandon(topic)
+        return self._all(keys) or [None] * self.world_size
 
     def abandon(self, topic: str, *, store: Line | None = None) -> None:
         """End an exchange for everybody: answers not given by now are settled as missing."""
@@ -153,12 +269,19 @@ class ControlPlane:
         text = json.dumps(asdict(notice))
         standing = self.settle(_notice_key(notice.generation), text)
         keys = [_wake_key(notice.generation, peer) for peer in range(self.world_size)]
-        self._call(lambda: self.store.multi_set(keys, [""] * len(keys)))
+        with _answered():
+            self.store.multi_set(keys, [""] * len(keys))
         return standing == text
+
+    def notice(self, generation: int, *, store: Line) -> Notice | None:
+        """The notice of a generation, if there is one."""
+        text = self.peek(_notice_key(generation), store=store)
+        return None if text is None else Notice(**json.loads(text))
 
     def notify_self(self, generation: int) -> None:
         """Wake this rank's own monitor."""
-        self._call(lambda: self.store.set(_wake_key(generation, self.rank), ""))
+        with _answered():
+            self.store.set(_wake_key(generation, self.rank), "")
 
     def close(self, patience: timedelta) -> None:
         """Leave in good order; the rank that serves the store waits for the others, so that none loses it early.
@@ -166,21 +289,32 @@ class ControlPlane:
         Args:
             patience: How long it waits at the most. Whoever comes later finds no store, and has nothing to leave.
         """
-        with suppress(dist.DistError, ControlLost, Unanswered):
-            self.store.add("closed", 1)
+        with suppress(dist.DistError, ControlLost):
+            self.publish(_closed_key(self.rank), "")
             limit = time.monotonic() + patience.total_seconds()
-            while self._server is not None and self.store.add("closed", 0) < self.world_size:
-                if time.monotonic() > limit:
-                    break
-                time.sleep(0.01)
+            while self._server is not None and not self._all_have_left() and time.monotonic() < limit:
+                time.sleep(LOOK_AGAIN_S)
         self._server = None
 
-    @staticmethod
-    def _call(operation: Callable[[], Any]) -> Any:
-        try:
-            return operation()
-        except dist.DistError as error:
-            raise ControlLost(f"the control store does not answer: {error}") from error
+    def _all_have_left(self) -> bool:
+        left = self._all([_closed_key(peer) for peer in range(self.world_size)])
+        return left is not None and None not in left
+
+
+def _is_answer(rank: int, answer: Message | None) -> bool:
+    return answer is not None and (answer.sender == rank or answer.text == _NO)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise ControlLost(f"the control store does not answer: {error}") from error
+
+
+def _closed_key(rank: int) -> str:
+    return f"closed/{rank}"
 
 
 def _notice_key(generation: int) -> str:
@@ -225,7 +359,7 @@ class Monitor:
         self._closing = True
         with suppress(ControlLost):  # then the thread has ended by itself
             self._control.notify_self(self.noticed + 1)
-        self._thread.join(1.0)
+        self._thread.join(_MONITOR_END_S)
 
     def _run(self) -> None:
         while not self._closing:
@@ -234,8 +368,12 @@ class Monitor:
                 self._store.wait([_wake_key(generation, self._control.rank)], _FOREVER)
                 if self._closing:
                     return
-                self.latest = Notice(**json.loads(self._store.get(_notice_key(generation)).decode()))
-                self._on_notice(self.latest, self._store)
+                notice = self._control.notice(generation, store=self._store)
+                if notice is None:  # somebody else has woken us
+                    time.sleep(LOOK_AGAIN_S)
+                    continue
+                self.latest = notice
+                self._on_notice(notice, self._store)
             except (dist.DistError, ControlLost) as error:
                 if not self._closing:
                     self._on_lost(str(error))

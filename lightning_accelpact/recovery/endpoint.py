@@ -8,15 +8,17 @@ import json
 import os
 import socket
 import struct
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from lightning_accelpact.recovery import sockets
+from lightning_accelpact.recovery.secret import Seal, run_secret
 
 _SIOCGIFADDR = 0x8915
+LOOK_AGAIN_S = 0.02  # for something that the store cannot wait for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +30,20 @@ class Endpoint:
         port: TCP port.
         hosted_here: Whether this process serves it. Under an elastic agent, which outlives every rank, no rank does.
         namespace: Prefix of all keys; differs between attempts of a relaunched job.
-        kept: What must live as long as the endpoint.
         silence: Seconds after which a connection counts as broken whose other end does not answer.
+        secret: The run's.
     """
 
     host: str
     port: int
     hosted_here: bool
     namespace: str = "accelpact"
-    kept: Any = None
     silence: float = 3.0
+    secret: bytes = field(default=b"", repr=False)
 
     @classmethod
     def from_environment(
-        cls, *, host: str, port: int, rank: int, interface: str | None, deadline: timedelta
+        cls, *, host: str, port: int, rank: int, world_size: int, interface: str | None, deadline: timedelta
     ) -> Endpoint:
         """The store at the launcher's rendezvous address, or on a network interface of its own.
 
@@ -49,22 +51,39 @@ class Endpoint:
             host: The launcher's rendezvous host.
             port: And its port; the elastic agent serves a store there where there is one, else rank 0 does.
             rank: Global rank of this process.
+            world_size: Number of ranks.
             interface: Interface of rank 0's node to serve the store on; ``None`` to stay at the rendezvous address.
             deadline: How long to wait for rank 0.
+
+        Raises:
+            ValueError: if the secret that was handed out is none.
         """
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        meeting = cls(host=host, port=port, hosted_here=rank == 0 and not by_agent, namespace=f"accelpact/{attempt}")
-        return meeting if interface is None else meeting._moved(interface, rank, deadline)
+        meeting = cls(
+            host=host,
+            port=port,
+            hosted_here=rank == 0 and not by_agent,
+            namespace=f"accelpact/{attempt}",
+            secret=run_secret(),
+        )
+        return meeting if interface is None else meeting._moved(interface, rank, world_size, deadline)
 
-    def _moved(self, interface: str, rank: int, deadline: timedelta) -> Endpoint:
+    def seal(self, rank: int) -> Seal:
+        """Seals what this rank writes to the store, and opens what others have written."""
+        return Seal(self.secret, namespace=self.namespace, rank=rank)
+
+    def _moved(self, interface: str, rank: int, world_size: int, deadline: timedelta) -> Endpoint:
         """Rank 0 opens a store on the interface, and the others learn of it at the meeting point."""
-        kept, store = self.serve(), self.connect(deadline)
+        server, store, seal = self.serve(), self.connect(deadline), self.seal(rank)
         if rank == 0:
             with _listen(interface_address(interface), 0) as free:
-                store.set("endpoint", json.dumps(free.getsockname()))
-        host, port = json.loads(store.get("endpoint"))
-        return replace(self, host=host, port=port, hosted_here=rank == 0, kept=(kept, store))
+                store.set("endpoint", seal.close("endpoint", json.dumps(free.getsockname())))
+        host, port = json.loads(_announced(store, seal, deadline))
+        store.set(f"met/{rank}", "")
+        if server is not None:  # it ends here: nobody listens but on the interface
+            store.wait([f"met/{peer}" for peer in range(world_size)], deadline)
+        return replace(self, host=host, port=port, hosted_here=rank == 0)
 
     def serve(self) -> dist.TCPStore | None:
         """Start the store if it is this process's to serve; it lives as long as the returned object."""
@@ -87,6 +106,17 @@ class Endpoint:
             if sockets.ports(fd)[1] == self.port:
                 sockets.limit_silence(fd, self.silence)
         return dist.PrefixStore(self.namespace, client)
+
+
+def _announced(store: dist.Store, seal: Seal, deadline: timedelta) -> str:
+    """What rank 0 has written at the meeting point."""
+    limit = time.monotonic() + deadline.total_seconds()
+    store.wait(["endpoint"], deadline)
+    while (message := seal.open("endpoint", store.get("endpoint"))) is None:
+        if time.monotonic() > limit:
+            raise TimeoutError("rank 0 has not said where the control store is: is the secret the same on all ranks?")
+        time.sleep(LOOK_AGAIN_S)
+    return message.text
 
 
 def _listen(host: str, port: int) -> socket.socket:

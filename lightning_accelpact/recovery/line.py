@@ -53,7 +53,7 @@ class Line:
         """Add to a counter.
 
         Raises:
-            Unanswered: if the connection broke: to try again could count twice.
+            Unanswered: if the connection broke, which the store does itself if the key holds no number.
         """
         try:
             return self._store.add(key, amount)

@@ -158,6 +158,7 @@ class HsdpRuntime:
             host=place.host,
             port=place.port,
             rank=place.rank,
+            world_size=place.world_size,
             interface=self.options.control_interface,
             deadline=timeout,
         )

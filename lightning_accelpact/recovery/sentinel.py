@@ -104,7 +104,7 @@ class _Guard:
 
     def _connect(self) -> ControlPlane:
         watch = self._watch
-        endpoint = replace(watch.endpoint, hosted_here=False, kept=None)
+        endpoint = replace(watch.endpoint, hosted_here=False)
         return ControlPlane(endpoint=endpoint, rank=watch.rank, world_size=watch.world_size, deadline=watch.connect)
 
     def run(self) -> None:
@@ -123,7 +123,7 @@ class _Guard:
         if ready:
             signal.alarm(_LAST_WORDS_S)  # ends this process, also if the store does not answer
         if self._farewell in ready and os.read(self._farewell, 1) == _FAREWELL:
-            self._control.store.set(_beat_key(self._watch.rank), _LEFT)
+            self._control.publish(_beat_key(self._watch.rank), _LEFT)
         elif ready:
             self._say(self._watch.rank, f"its process {self._rank} has ended without a farewell")
         return bool(ready)
@@ -154,7 +154,7 @@ class Heartbeats:
         self._control = control
         self._watch = watch
         self._next = (watch.rank + 1) % watch.world_size
-        self._heard = ("", time.monotonic())
+        self._heard = (0, time.monotonic())
 
     def run(self, say: Callable[[int, str], None]) -> None:
         """Beat until the sentinel ends; says so once if the next rank falls silent."""
@@ -162,17 +162,17 @@ class Heartbeats:
         with suppress(ControlLost, dist.DistError):
             while not self._silent():
                 beat += 1
-                self._control.store.set(_beat_key(self._watch.rank), str(beat))
+                self._control.publish(_beat_key(self._watch.rank), str(beat))
                 time.sleep(self._watch.deadline / _BEATS_PER_DEADLINE)
             say(self._next, f"nothing has been heard of it for {self._watch.deadline:g} s: its node or link is gone")
 
     def _silent(self) -> bool:
-        beat, now = self._control.peek(_beat_key(self._next)) or "", time.monotonic()
+        beat, now = self._control.peek(_beat_key(self._next)) or "0", time.monotonic()
         last, since = self._heard
-        if beat != last:
-            self._heard = (beat, now)
+        if beat == _LEFT or int(beat) > last:  # an earlier one has been written again by somebody else
+            self._heard = (last if beat == _LEFT else int(beat), now)
             return False
-        return last not in ("", _LEFT) and now - since > self._watch.deadline
+        return last > 0 and now - since > self._watch.deadline
 
 
 def _beat_key(rank: int) -> str:

@@ -63,6 +63,7 @@ class Session:
         self.control = ControlPlane(
             endpoint=endpoint, rank=rank, world_size=world_size, deadline=collective_timeout
         )
+        self.control.greet()
         self._meeting = InterruptibleStore(endpoint, rebuild_timeout)
         self.communicators = Communicators(
             rank=rank,
