@@ -13,6 +13,14 @@ from lightning_accelpact.recovery.action import Action
 _UNCOMMITTED = {"retry": (), "redo": (Action.RETRY,), "restart": (Action.RETRY, Action.REDO)}
 
 
+ORDER = (
+    ("rebuild_timeout", "collective_timeout", "a rebuild would outlast the collectives"),
+    ("heartbeat_deadline", "collective_timeout", "repairs would wait for a rank before it counts as lost"),
+    ("collective_timeout", "repair_budget", "healthy ranks would be given up too early"),
+)
+"""Which duration must be shorter than which, and what would happen otherwise."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecoveryOptions:
     """What may be repaired, and how long it may take.
@@ -26,7 +34,7 @@ class RecoveryOptions:
         rebuild_timeout: Seconds that making one communicator may take in a repair; shorter than
             ``collective_timeout``, since a second fault during the repair may cost this much.
         heartbeat_deadline: Seconds after which a rank counts as lost whose process is stopped, or whose node is not heard.
-            A killed process is noticed at once.
+            Shorter than ``collective_timeout``. A killed process is noticed at once.
         control_interface: Network interface whose address the control plane uses; ``None`` for the launcher's
             rendezvous address.
         uncommitted: The cheapest answer to a fault inside an update: ``retry`` runs the collective that failed again
@@ -48,8 +56,8 @@ class RecoveryOptions:
     def __post_init__(self) -> None:
         for name in ("repair_budget", "collective_timeout", "rebuild_timeout", "heartbeat_deadline"):
             self._require_seconds(name)
-        self._require_order("rebuild_timeout", "collective_timeout", "a rebuild would outlast the collectives")
-        self._require_order("collective_timeout", "repair_budget", "healthy ranks would be given up too early")
+        for shorter, longer, otherwise in ORDER:
+            self._require_order(shorter, longer, otherwise)
         repairs = self.max_repairs_per_update
         if isinstance(repairs, bool) or not isinstance(repairs, int) or repairs < 1:
             raise ValueError(f"max_repairs_per_update={repairs!r} must be a whole number of at least 1")

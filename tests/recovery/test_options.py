@@ -57,6 +57,11 @@ ORDERS: dict[str, tuple[dict[str, float], list[str]]] = {
         {"rebuild_timeout": 10, "collective_timeout": 2.5},
         ["rebuild_timeout=10 s must be shorter than collective_timeout=2.5 s"],
     ),
+    "heartbeats as long as a collective": (
+        {"heartbeat_deadline": 30, "collective_timeout": 30},
+        ["heartbeat_deadline=30 s must be shorter than collective_timeout=30 s", "before it counts as lost",
+         "raise collective_timeout or lower heartbeat_deadline"],
+    ),
     "collective as long as the budget": (
         {"collective_timeout": 60, "repair_budget": 60},
         ["collective_timeout=60 s must be shorter than repair_budget=60 s", "healthy ranks would be given up too early",
@@ -79,7 +84,7 @@ def test_the_order_of_the_durations(case: str) -> None:
 
 
 def test_durations_in_order_are_taken() -> None:
-    options = RecoveryOptions(rebuild_timeout=0.5, collective_timeout=1, repair_budget=1.5)
+    options = RecoveryOptions(rebuild_timeout=0.5, heartbeat_deadline=0.9, collective_timeout=1, repair_budget=1.5)
     assert options.seconds("rebuild_timeout") == timedelta(milliseconds=500)
 
 
