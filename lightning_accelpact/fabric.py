@@ -51,6 +51,8 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         rebuild_timeout: See there; seconds.
         control_interface: See there.
         uncommitted: See there.
+        digest_every: See there.
+        on_divergence: See there.
         manual_optimization: ``"update"``: every backward pass and every optimizer step is in a function given to
             :meth:`run_update`. ``"fail_stop"``: train with a loop as it is, and fail-stop on a fault inside an update.
         goodput: Whether to keep account, or what to do with it; see
@@ -79,6 +81,8 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         heartbeat_deadline: float = RecoveryOptions.heartbeat_deadline,
         control_interface: str | None = None,
         uncommitted: Literal["retry", "redo", "restart"] = "retry",
+        digest_every: int = RecoveryOptions.digest_every,
+        on_divergence: Literal["warn", "stop"] = RecoveryOptions.on_divergence,
         manual_optimization: Literal["update", "fail_stop"] = "update",
         goodput: bool | GoodputOptions = True,
         faults: FaultPlan | None = None,
@@ -93,6 +97,8 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             heartbeat_deadline=heartbeat_deadline,
             control_interface=control_interface,
             uncommitted=uncommitted,
+            digest_every=digest_every,
+            on_divergence=on_divergence,
         )
         super().__init__(
             parallelize_fn=self._parallelize,
@@ -137,6 +143,7 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         """Check the options against the world, then make control plane, communicators and device mesh."""
         self._set_world_ranks()
         self._start(redo=self._manual == "update")
+        self.runtime.optimizers = lambda: self._optimizers
         self.runtime.protect(self._protected)
         if self._manual == "update":
             self._update = self.runtime.update_runner(self._window, self._drop_gradients)
@@ -311,6 +318,7 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         if self._update is None:
             output = self._voted_step(self.machine.vote, optimizer, **kwargs)
             self.machine.stepped()
+            self.runtime.replicas.check()
             self._account_for_update()
             return output
         if not self._update.active:

@@ -16,6 +16,7 @@ from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.machine import RepairMachine
 from lightning_accelpact.recovery.operation import Operations
 from lightning_accelpact.recovery.options import RecoveryOptions
+from lightning_accelpact.recovery.replica import Divergence
 from lightning_accelpact.recovery.runtime import HsdpRuntime, Place
 from lightning_accelpact.wrapping import WrapPolicy, shard
 
@@ -81,6 +82,11 @@ class ResilientHSDP:
     def pending_faults(self) -> list[Fault]:
         """This rank's injected faults that have not struck in the current or last run."""
         return self.runtime.pending_faults
+
+    @property
+    def divergences(self) -> list[Divergence]:
+        """In what replicas have been found to differ in the current or last run; the same on every rank."""
+        return self.runtime.divergences
 
     def gather_json(self, message: Any) -> list[Any]:
         """Collect one JSON value per rank on every rank, over the control plane; a collective call."""

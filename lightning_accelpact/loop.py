@@ -43,10 +43,18 @@ class ResilientOptimization(_AutomaticOptimization):
         trainer: The trainer whose loop this replaces.
         machine: Guards and repairs.
         drop_gradients: Clears every gradient, also those the wrapper accumulates.
+        after_update: Called outside of the window after every micro-batch, the last one of an update among them.
     """
 
-    def __init__(self, trainer: pl.Trainer, machine: RepairMachine, drop_gradients: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        machine: RepairMachine,
+        drop_gradients: Callable[[], None],
+        after_update: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(trainer)
+        self._after_update = after_update
         self._machine = machine
         self._drop_gradients = drop_gradients
         results = trainer.fit_loop.epoch_loop._results
@@ -57,12 +65,16 @@ class ResilientOptimization(_AutomaticOptimization):
 
     @classmethod
     def install(
-        cls, trainer: pl.Trainer, machine: RepairMachine, drop_gradients: Callable[[], None]
+        cls,
+        trainer: pl.Trainer,
+        machine: RepairMachine,
+        drop_gradients: Callable[[], None],
+        after_update: Callable[[], None] = lambda: None,
     ) -> ResilientOptimization:
         """Put it in the place of the trainer's automatic optimization, with the progress that a checkpoint restores."""
         epoch_loop = trainer.fit_loop.epoch_loop
         replaced = epoch_loop.automatic_optimization
-        loop = cls(trainer, machine, drop_gradients)
+        loop = cls(trainer, machine, drop_gradients, after_update)
         loop.optim_progress = replaced.optim_progress
         loop._skip_backward = replaced._skip_backward
         epoch_loop.automatic_optimization = loop
@@ -72,7 +84,9 @@ class ResilientOptimization(_AutomaticOptimization):
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict) -> dict[str, Any]:
         """Run one micro-batch, and whatever of its update a fault has made necessary to run again."""
         self._take_in(batch_idx, kwargs)
-        return self._until_it_has_run(lambda: self._catch_up(optimizer, batch_idx, kwargs))
+        output = self._until_it_has_run(lambda: self._catch_up(optimizer, batch_idx, kwargs))
+        self._after_update()
+        return output
 
     def _until_it_has_run(self, attempt: Callable[[], T]) -> T:
         self._running = True

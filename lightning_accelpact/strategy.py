@@ -50,6 +50,8 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         rebuild_timeout: See there; seconds.
         control_interface: See there.
         uncommitted: See there.
+        digest_every: See there.
+        on_divergence: See there.
         manual_optimization: What to do with a module that steps its optimizers itself: ``"refuse"`` it at set-up;
             ``"update"``: it puts every update into :meth:`run_update`, which can run it again; ``"fail_stop"``: train
             it as it is, and fail-stop on a fault inside an update.
@@ -77,6 +79,8 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         heartbeat_deadline: float = RecoveryOptions.heartbeat_deadline,
         control_interface: str | None = None,
         uncommitted: Literal["retry", "redo", "restart"] = "retry",
+        digest_every: int = RecoveryOptions.digest_every,
+        on_divergence: Literal["warn", "stop"] = RecoveryOptions.on_divergence,
         manual_optimization: Literal["refuse", "update", "fail_stop"] = "refuse",
         goodput: bool | GoodputCallback = True,
         faults: FaultPlan | None = None,
@@ -91,6 +95,8 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             heartbeat_deadline=heartbeat_deadline,
             control_interface=control_interface,
             uncommitted=uncommitted,
+            digest_every=digest_every,
+            on_divergence=on_divergence,
         )
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -153,8 +159,11 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
     def _take_charge(self, trainer: pl.Trainer) -> None:
         loop.require_one_closure_per_step(trainer)
         self._update = None
+        self.runtime.optimizers = lambda: self.optimizers
         if self.lightning_module.automatic_optimization:
-            resilient = loop.ResilientOptimization.install(trainer, self.machine, self._drop_gradients)
+            resilient = loop.ResilientOptimization.install(
+                trainer, self.machine, self._drop_gradients, self.runtime.replicas.check
+            )
             window = resilient.window
         else:
             loop.require_manual_choice(self.lightning_module, self._manual)
@@ -188,6 +197,8 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._update is None:
             self.machine.stepped()
+            if not self.lightning_module.automatic_optimization:
+                self.runtime.replicas.check()
         return output
 
     def run_update(self, update: Callable[..., T], *args: Any, **kwargs: Any) -> T:

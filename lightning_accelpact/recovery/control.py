@@ -77,6 +77,7 @@ class ControlPlane:
         self.world_size = world_size
         self.deadline = deadline
         self._seal = endpoint.seal(rank)
+        self._given: list[str] = []  # answers in exchanges
         self._ballot = ""  # the last one that this rank has voted in
         self._server = endpoint.serve()
         self.store = Line(endpoint, deadline)
@@ -235,12 +236,22 @@ class ControlPlane:
         silent = [rank for rank, answer in enumerate(answers) if not _is_answer(rank, answer) or answer.text == _NO]
         if silent:
             raise Superseded(f"ranks {silent} did not answer in {topic}")
+        self._forget_answers_before(f"{topic}/{self.rank}")
         return [json.loads(answer.text) for answer in answers]
+
+    def _forget_answers_before(self, own: str) -> None:
+        """Delete this rank's answers in earlier exchanges: whoever has answered in this one has left those."""
+        with _answered():
+            for key in self._given:
+                if key != own:
+                    self.store.delete_key(key)
+        self._given = [own]
 
     def _answers(self, topic: str, own: str, deadline: timedelta) -> list[Message | None]:
         keys = [f"{topic}/{peer}" for peer in range(self.world_size)]
         limit = time.monotonic() + deadline.total_seconds()
         self.settle(keys[self.rank], own)
+        self._given += [] if keys[self.rank] in self._given else [keys[self.rank]]
         while (left := limit - time.monotonic()) > 0:
             with suppress(dist.DistStoreError):
                 self.store.wait(keys, timedelta(seconds=left))

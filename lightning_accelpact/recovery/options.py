@@ -13,6 +13,8 @@ from lightning_accelpact.recovery.action import Action
 _UNCOMMITTED = {"retry": (), "redo": (Action.RETRY,), "restart": (Action.RETRY, Action.REDO)}
 
 
+_POLICIES = ("warn", "stop")
+
 ORDER = (
     ("rebuild_timeout", "collective_timeout", "a rebuild would outlast the collectives"),
     ("heartbeat_deadline", "collective_timeout", "repairs would wait for a rank before it counts as lost"),
@@ -41,6 +43,9 @@ class RecoveryOptions:
             in place, or if that cannot be the update as ``redo`` does, from memory; ``restart`` fail-stops as the
             paper does.
 
+        digest_every: After how many updates replicas compare a digest of their shards; 0 for never.
+        on_divergence: What to do if they differ: ``warn`` on every rank, or ``stop`` the run.
+
     Raises:
         ValueError: names the value, what is allowed and what to do.
     """
@@ -52,17 +57,33 @@ class RecoveryOptions:
     heartbeat_deadline: float = 3.0
     control_interface: str | None = None
     uncommitted: Literal["retry", "redo", "restart"] = "retry"
+    digest_every: int = 0
+    on_divergence: Literal["warn", "stop"] = "stop"
 
     def __post_init__(self) -> None:
         for name in ("repair_budget", "collective_timeout", "rebuild_timeout", "heartbeat_deadline"):
             self._require_seconds(name)
         for shorter, longer, otherwise in ORDER:
             self._require_order(shorter, longer, otherwise)
-        repairs = self.max_repairs_per_update
-        if isinstance(repairs, bool) or not isinstance(repairs, int) or repairs < 1:
-            raise ValueError(f"max_repairs_per_update={repairs!r} must be a whole number of at least 1")
+        self._require_count("max_repairs_per_update", at_least=1)
+        self._require_count("digest_every", at_least=0)
         if self.uncommitted not in _UNCOMMITTED:
             raise ValueError(f"uncommitted={self.uncommitted!r} must be one of {list(_UNCOMMITTED)}")
+        self._require_policy()
+
+    def _require_policy(self) -> None:
+        if self.on_divergence == "heal":
+            raise ValueError(
+                'on_divergence="heal" is not possible yet: no replica can be set right while the run goes on. Choose "stop",'
+                ' and resume from a checkpoint written before the divergence, or "warn"'
+            )
+        if self.on_divergence not in _POLICIES:
+            raise ValueError(f"on_divergence={self.on_divergence!r} must be one of {list(_POLICIES)}")
+
+    def _require_count(self, name: str, *, at_least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {at_least}")
 
     def _require_seconds(self, name: str) -> None:
         value = getattr(self, name)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_accelpact.recovery import c10d, fsdp2
+from lightning_accelpact.recovery import c10d, digest, fsdp2
 from lightning_accelpact.recovery.action import Action
 from lightning_accelpact.recovery.endpoint import Endpoint, interface_address
 from lightning_accelpact.recovery.fault import Fault, FaultInjector, FaultPlan
@@ -24,6 +24,7 @@ from lightning_accelpact.recovery.operation import Operations
 from lightning_accelpact.recovery.options import HsdpShape, RecoveryOptions
 from lightning_accelpact.recovery.policy import FailStop, RepairPolicy
 from lightning_accelpact.recovery.progress import Progress
+from lightning_accelpact.recovery.replica import Divergence, ReplicaGuard, replicas
 from lightning_accelpact.recovery.session import Session
 from lightning_accelpact.recovery.subject import Fsdp2Subject
 from lightning_accelpact.recovery.update import UpdateRunner
@@ -91,6 +92,8 @@ class HsdpRuntime:
         self.mesh: DeviceMesh | None = None
         self.machine: RepairMachine | None = None
         self.operations: Operations | None = None
+        self.replicas: ReplicaGuard | None = None
+        self.optimizers: Callable[[], Iterable[Optimizer]] = tuple  # those whose state replicas compare
 
     # -- what others read
 
@@ -108,6 +111,11 @@ class HsdpRuntime:
     def pending_faults(self) -> list[Fault]:
         """This rank's injected faults that have not struck in the current or last run."""
         return self.machine.faults.pending if self.machine else []
+
+    @property
+    def divergences(self) -> list[Divergence]:
+        """In what replicas have been found to differ in the current or last run; the same on every rank."""
+        return self.replicas.divergences if self.replicas else []
 
     def gather_json(self, message: Any) -> list[Any]:
         """Collect one JSON value per rank on every rank, over the control plane; a collective call."""
@@ -133,6 +141,11 @@ class HsdpRuntime:
                 ' choose "gloo"'
             )
         self.shape = HsdpShape.resolve(*self._sizes, num_nodes=num_nodes, devices_per_node=devices_per_node)
+        if self.options.digest_every and self.shape.replicate == 1:
+            raise ValueError(
+                f"digest_every={self.options.digest_every} lets replicas compare their shards, but replicate=1 has no second"
+                " one: raise replicate, or leave digest_every at 0"
+            )
         self._plan.validate(self.shape.replicate * self.shape.shard)
         if self.options.control_interface is not None:
             interface_address(self.options.control_interface)
@@ -149,6 +162,14 @@ class HsdpRuntime:
         self.session = self._open_session(place)
         self.machine = self._make_machine(place, redo)
         self.operations = Operations(self.machine)
+        self.replicas = ReplicaGuard(
+            every=self.options.digest_every,
+            on_divergence=self.options.on_divergence,
+            machine=self.machine,
+            operations=self.operations,
+            groups=replicas(self.shape),
+            digests=lambda: digest.shard_digests(self._root, self.optimizers()),
+        )
         self.session.attach(self.machine)
         self.mesh = self.session.mesh(place.device_type, (self.shape.replicate, self.shape.shard))
 
@@ -235,6 +256,7 @@ class HsdpRuntime:
             window,
             drop_gradients=drop_gradients,
             holds_gradients=lambda: fsdp2.holds_gradients(self._root),
+            after_update=self.replicas.check,
         )
 
     # -- during a run

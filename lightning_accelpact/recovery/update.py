@@ -26,6 +26,7 @@ class UpdateRunner:
         window: Captures what an update changes besides gradients.
         drop_gradients: Clears every gradient.
         holds_gradients: Whether there are any.
+        after_update: Called when an update has been applied, between it and the next one.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class UpdateRunner:
         *,
         drop_gradients: Callable[[], None],
         holds_gradients: Callable[[], bool],
+        after_update: Callable[[], None] = lambda: None,
     ) -> None:
         self._machine = machine
         self._window = window
         self._drop_gradients = drop_gradients
         self._holds_gradients = holds_gradients
+        self._after_update = after_update
         self._began = 0.0
         self._micro_batches = 0
         machine.on_redo = self._rewind
@@ -74,6 +77,7 @@ class UpdateRunner:
         self._window.add((args, kwargs))
         result = self._until_it_has_run(lambda: update(*args, **kwargs))
         self._machine.stepped()
+        self._after_update()
         return result
 
     def _until_it_has_run(self, update: Callable[[], T]) -> T:

@@ -189,6 +189,14 @@ def test_topics_do_not_mix(planes: MakePlanes) -> None:
     assert together(planes(), job) == [[0, 1, 2]] * 3
 
 
+def test_answers_that_all_have_read_are_deleted(planes: MakePlanes) -> None:
+    world = planes()
+    for number in range(4):
+        assert together(world, lambda plane: plane.exchange(f"topic/{number}", {"n": number})) == [[{"n": number}] * 3] * 3
+    left = {number for number in range(4) for rank in range(3) if world[0].peek(f"topic/{number}/{rank}") is not None}
+    assert left == {3}
+
+
 def test_a_silent_rank_ends_the_exchange_for_all(planes: MakePlanes) -> None:
     world = planes(deadline=SHORT)
     silent = world.pop(1)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_accelpact.recovery.digest import state_digest
+from lightning_accelpact.recovery.digest import checksum, shard_digests, state_digest
 
 
 class Model(nn.Module):
@@ -144,3 +144,109 @@ def test_a_sharded_tensor_counts_by_its_local_shard(tmp_path: Any) -> None:
     torch.multiprocessing.spawn(_sharded_rank, args=(str(tmp_path),), nprocs=2)
     (before_0, after_0), (before_1, after_1) = ((tmp_path / f"rank{rank}").read_text().split() for rank in (0, 1))
     assert before_0 == after_0 != before_1 != after_1
+
+
+# -- digests of shards, one by one
+
+
+def test_shard_digests_name_everything_but_buffers() -> None:
+    model, optimizer = trained()
+    names = {name for name, _ in model.named_parameters()}
+    expected = {f"parameter/{name}" for name in names} | {"group/0/0"}
+    expected |= {f"state/0/{name}/{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(shard_digests(model, [optimizer])) == expected
+
+
+def changed(change: Callable[[Model, AdamW], Any]) -> set[str]:
+    """The names whose digests a change has altered."""
+    model, optimizer = trained()
+    before = shard_digests(model, [optimizer])
+    change(model, optimizer)
+    after = shard_digests(model, [optimizer])
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+SHARD_CHANGES: dict[str, tuple[Callable[[Model, AdamW], Any], set[str]]] = {
+    "weight": (lambda model, _: next_float(model.layer.weight), {"parameter/layer.weight"}),
+    "state": (
+        lambda model, optimizer: next_float(optimizer.state[model.layer.bias]["exp_avg"]),
+        {"state/0/layer.bias/exp_avg"},
+    ),
+    "step": (
+        lambda model, optimizer: optimizer.state[model.norm.weight]["step"].add_(1),
+        {"state/0/norm.weight/step"},
+    ),
+    "rate": (lambda _, optimizer: optimizer.param_groups[0].update(lr=0.2), {"group/0/0"}),
+    "buffer": (lambda model, _: next_float(model.norm.running_mean), set()),
+    "nothing": (lambda *_: None, set()),
+}
+
+
+@pytest.mark.parametrize("case", SHARD_CHANGES)
+def test_shard_digests_tell_what_has_changed(case: str) -> None:
+    change, names = SHARD_CHANGES[case]
+    assert changed(change) == names
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_counts_in_a_checksum(dtype: torch.dtype) -> None:
+    tensor = torch.arange(6).to(dtype)
+    seen = {checksum(tensor)}
+    width = 8 * tensor.element_size() if dtype != torch.bool else 1
+    for place in range(len(tensor)):
+        for bit in range(width):
+            other = tensor.clone()
+            other.view(torch.uint8)[place * other.element_size() + bit // 8] ^= 1 << bit % 8
+            seen.add(checksum(other))
+    assert len(seen) == 1 + len(tensor) * width
+
+
+def test_a_checksum_depends_on_the_order() -> None:
+    assert checksum(torch.tensor([1.0, 2.0])) != checksum(torch.tensor([2.0, 1.0]))
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+
+
+def test_a_checksum_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(1000)
+    whole = checksum(tensor)
+    monkeypatch.setattr("lightning_accelpact.recovery.digest._WORDS_AT_ONCE", 7)
+    assert checksum(tensor) == whole
+
+
+def test_changes_in_two_places_do_not_cancel() -> None:
+    tensor = torch.arange(1, 9, dtype=torch.float64)
+    sums = {checksum(tensor)}
+    for first in range(8):
+        for second in range(first):
+            other = tensor.clone()
+            other[[first, second]] *= -1  # the highest bit, which multiplication alone does not spread
+            sums.add(checksum(other))
+    assert len(sums) == 1 + 8 * 7 // 2
+
+
+def test_a_checksum_is_that_of_the_definition() -> None:
+    """Against Python's own integers."""
+    words = [5, -3, 2**62, -(2**63)]
+    total = sum(_splitmix(word + place * 0x9E3779B97F4A7C15) for place, word in enumerate(words, 1))
+    assert checksum(torch.tensor(words)) % 2**64 == total % 2**64
+
+
+def _splitmix(word: int) -> int:
+    word %= 2**64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
+def test_a_checksum_of_a_view_is_that_of_its_content() -> None:
+    base = torch.randn(4, 6)
+    assert checksum(base.t()[1:]) == checksum(base.t()[1:].contiguous())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_checksum_is_the_same_on_a_device() -> None:
+    tensor = torch.randn(1000)
+    assert checksum(tensor.cuda()) == checksum(tensor)

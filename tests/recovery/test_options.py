@@ -33,6 +33,25 @@ def test_repairs_per_update(value: Any) -> None:
     assert str(caught.value) == f"max_repairs_per_update={value!r} must be a whole number of at least 1"
 
 
+@pytest.mark.parametrize("value", [-1, 1.0, "2", None, True])
+def test_updates_between_digests(value: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        RecoveryOptions(digest_every=value)
+    assert str(caught.value) == f"digest_every={value!r} must be a whole number of at least 0"
+
+
+@pytest.mark.parametrize("value", ["", "STOP", None, True])
+def test_on_divergence(value: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        RecoveryOptions(on_divergence=value)
+    assert str(caught.value) == f"on_divergence={value!r} must be one of ['warn', 'stop']"
+
+
+def test_a_divergence_cannot_be_healed() -> None:
+    with pytest.raises(ValueError, match='on_divergence="heal" is not possible yet.* Choose "stop"'):
+        RecoveryOptions(on_divergence="heal")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", ["", "heal", "REDO", None, True])
 def test_uncommitted(value: Any) -> None:
     with pytest.raises(ValueError) as caught:
