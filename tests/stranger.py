@@ -44,6 +44,18 @@ def garbage(port: int) -> list[socket.socket]:
     return [send(port, content) for content in noise + broken + endless]
 
 
+def listening(port: int) -> set[str]:
+    """The addresses on which somebody listens to a port."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as lines:
+            for fields in (line.split() for line in list(lines)[1:]):
+                address, _, number = fields[1].rpartition(":")
+                if fields[3] == "0A" and int(number, 16) == port:
+                    found.add(".".join(str(byte) for byte in reversed(bytes.fromhex(address))))
+    return found
+
+
 class Stranger:
     """Works against a run for as long as there is one.
 

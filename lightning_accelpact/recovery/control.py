@@ -26,7 +26,7 @@ from lightning_accelpact.recovery.secret import Message
 
 _YES, _NO = "yes", "no"
 _FOREVER = timedelta(days=365)
-_SLICE_S = 1.0  # after which a rank that waits counts the votes itself
+_SHORTEST_SLICE_S, _LONGEST_SLICE_S = 1.0, 60.0  # of a wait, after which a rank looks at the votes itself
 _GREETING_S = 2.0  # for a greeting that somebody else has written over
 _MONITOR_END_S = 1.0
 _OVERWRITTEN = 100  # times that a register is written again
@@ -143,15 +143,17 @@ class ControlPlane:
             key: Name of the register.
             otherwise: What it says if nobody writes to it.
             deadline: How long to wait for it; ``None`` for the control plane's own.
-            meanwhile: Called every second, and when somebody else has written to it.
+            meanwhile: Called after a second, again after two more and so on, and when somebody else has written to it.
         """
         limit = time.monotonic() + (deadline or self.deadline).total_seconds()
+        pause = _SHORTEST_SLICE_S
         while (left := limit - time.monotonic()) > 0:
             with suppress(dist.DistStoreError):
-                self.store.wait([key], timedelta(seconds=min(left, _SLICE_S)))
+                self.store.wait([key], timedelta(seconds=min(left, pause)))
                 if (message := self._found(key)) is not None:
                     return message.text
                 time.sleep(LOOK_AGAIN_S)
+            pause = min(2 * pause, _LONGEST_SLICE_S)
             meanwhile()
         return self.settle(key, otherwise)
 

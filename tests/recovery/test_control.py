@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from cluster import free_port
+from stranger import listening
 
 from lightning_accelpact.recovery import sockets
 from lightning_accelpact.recovery.control import ControlPlane, Monitor, Notice, Superseded
@@ -467,6 +468,8 @@ def test_the_store_moves_to_the_interface_that_is_named(monkeypatch: pytest.Monk
         first, second = pool.map(join, range(2))
     assert first.endpoint.host == "127.0.0.1"
     assert first.endpoint.port == second.endpoint.port != port
+    assert listening(first.endpoint.port) == {"127.0.0.1"}
+    assert listening(port) == set()  # the meeting point has served its turn
     assert first.settle("key", "value") == second.settle("key", "other") == "value"
 
 

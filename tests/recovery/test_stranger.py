@@ -112,10 +112,10 @@ def test_a_vote_of_an_earlier_ballot_does_not_count(planes: list[ControlPlane], 
     for plane in planes:
         plane.cast("earlier")
     old = intruder.get("ballot/2")
-    for plane in planes[:2]:
-        plane.cast("ballot")
+    planes[0].cast("ballot")
     intruder.set("ballot/2", old)
     intruder.add("ballot/count", 1)
+    planes[1].cast("ballot")  # the third one in the count
     assert planes[0].read("ballot", otherwise="no", deadline=SHORT) == "no"
 
 
@@ -123,8 +123,7 @@ def test_another_ranks_vote_does_not_count(planes: list[ControlPlane], intruder:
     for plane in planes[:2]:
         plane.cast("ballot")
     intruder.set("ballot/2", intruder.get("ballot/1"))
-    intruder.add("ballot/count", 1)
-    planes[0].cast("ballot")
+    planes[0].cast("ballot")  # the third one in the count
     assert planes[0].read("ballot", otherwise="no", deadline=SHORT) == "no"
 
 
@@ -281,16 +280,4 @@ def test_a_flood_does_not_change_a_vote(
 
 
 def test_the_store_listens_on_its_address_alone(planes: list[ControlPlane], endpoint: Endpoint) -> None:
-    assert listening(endpoint.port) == {"127.0.0.1"}
-
-
-def listening(port: int) -> set[str]:
-    """The addresses on which somebody listens to a port."""
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with open(table) as lines:
-            for fields in (line.split() for line in list(lines)[1:]):
-                address, _, number = fields[1].rpartition(":")
-                if fields[3] == "0A" and int(number, 16) == port:
-                    found.add(".".join(str(byte) for byte in reversed(bytes.fromhex(address))))
-    return found
+    assert stranger.listening(endpoint.port) == {"127.0.0.1"}
