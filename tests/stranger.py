@@ -134,6 +134,8 @@ def replay(store: dist.TCPStore, rounds: int) -> None:
 
 
 def delete(store: dist.TCPStore, rounds: int) -> None:
-    """Delete whatever there is."""
-    for key in store.list_keys():
-        store.delete_key(key)
+    """Delete whatever there is, once the updates have begun."""
+    keys = store.list_keys()
+    if any("/vote/" in f"/{key}" for key in keys):
+        for key in keys:
+            store.delete_key(key)

@@ -103,6 +103,7 @@ class ControlPlane:
                     f"ranks {strangers} do not have the secret of rank {self.rank}: hand the same {secret.VARIABLE} or"
                     f" {secret.FILE_VARIABLE} to all ranks of a run"
                 )
+            self.settle(keys[self.rank], "hello")  # somebody may have deleted it
             time.sleep(LOOK_AGAIN_S)
 
     # -- registers

@@ -255,6 +255,17 @@ def test_a_false_greeting_is_replaced(planes: list[ControlPlane], intruder: dist
     together(planes, lambda plane: plane.greet())
 
 
+def test_a_greeting_that_was_deleted_is_given_again(planes: list[ControlPlane], intruder: dist.Store) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        early = [pool.submit(planes[rank].greet) for rank in (0, 1)]
+        intruder.wait(["hello/0", "hello/1"])
+        intruder.set("hello/0", b"")
+        last = pool.submit(planes[2].greet)
+        intruder.set("hello/1", b"")
+        for one in (*early, last):
+            one.result()
+
+
 # -- the store itself
 
 
