@@ -315,6 +315,18 @@ def test_the_loop_takes_over_the_progress_that_a_checkpoint_restores() -> None:
     assert machine.on_redo == installed.redo
 
 
+def test_what_follows_an_update_is_called_outside_of_its_window() -> None:
+    machine, seen = Machine(), []
+
+    class Following(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            loop = trainer.fit_loop.epoch_loop.automatic_optimization
+            loop._after_update = lambda: seen.append((trainer.global_step, loop._running))
+
+    fit(Model((2,)), steps=2, callbacks=[Install(machine), Following()])
+    assert seen == [(0, False), (1, False), (1, False), (2, False)]
+
+
 def test_the_phase_is_entered_for_each_micro_batch() -> None:
     machine = Machine()
     fit(Model(), machine, steps=2)

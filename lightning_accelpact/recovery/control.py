@@ -189,7 +189,7 @@ class ControlPlane:
                 self.store.delete_key(expired)
 
     def _count(self, key: str) -> int:
-        """How many have counted themselves; more if a connection broke, and as if all had if that cannot be found out."""
+        """How many have counted themselves, or more if a connection broke; all of them if that cannot be found out."""
         for _ in range(2):
             with suppress(Unanswered), _answered():
                 return self.store.add(key, 1)

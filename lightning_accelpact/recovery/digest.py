@@ -48,7 +48,7 @@ def shard_digests(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[st
             of each parameter group.
 
     Returns:
-        For each name 64 hexadecimal digits: ``parameter/NAME``, ``state/OPTIMIZER/NAME/KEY``, ``group/OPTIMIZER/NUMBER``.
+        64 hexadecimal digits for each ``parameter/NAME``, ``state/OPTIMIZER/NAME/KEY`` and ``group/OPTIMIZER/NUMBER``.
 
     Raises:
         TypeError: as :func:`state_digest` does.
@@ -132,8 +132,8 @@ _SPREAD, _FIRST, _SECOND = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5
 def checksum(tensor: torch.Tensor) -> int:
     """A sum over all words of a tensor, each hashed with its place by SplitMix64, modulo 2^64; computed on its device.
 
-    Source: ``mix64`` of G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014). It is a
-    bijection, so another word in one place changes the sum for certain.
+    Source: ``mix64`` of G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014). It
+    is a bijection, so another word in one place changes the sum for certain.
     """
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     words = real.contiguous().reshape(-1).view(_WORDS[real.element_size()])

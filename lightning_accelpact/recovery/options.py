@@ -74,8 +74,8 @@ class RecoveryOptions:
     def _require_policy(self) -> None:
         if self.on_divergence == "heal":
             raise ValueError(
-                'on_divergence="heal" is not possible yet: no replica can be set right while the run goes on. Choose "stop",'
-                ' and resume from a checkpoint written before the divergence, or "warn"'
+                'on_divergence="heal" is not possible yet: no replica can be set right while the run goes on. Choose'
+                ' "stop", and resume from a checkpoint written before the divergence, or "warn"'
             )
         if self.on_divergence not in _POLICIES:
             raise ValueError(f"on_divergence={self.on_divergence!r} must be one of {list(_POLICIES)}")

@@ -143,8 +143,8 @@ class HsdpRuntime:
         self.shape = HsdpShape.resolve(*self._sizes, num_nodes=num_nodes, devices_per_node=devices_per_node)
         if self.options.digest_every and self.shape.replicate == 1:
             raise ValueError(
-                f"digest_every={self.options.digest_every} lets replicas compare their shards, but replicate=1 has no second"
-                " one: raise replicate, or leave digest_every at 0"
+                f"digest_every={self.options.digest_every} lets replicas compare their shards, but replicate=1 has no"
+                " second one: raise replicate, or leave digest_every at 0"
             )
         self._plan.validate(self.shape.replicate * self.shape.shard)
         if self.options.control_interface is not None:

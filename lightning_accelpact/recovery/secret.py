@@ -38,8 +38,8 @@ def run_secret(environment: Mapping[str, str] = os.environ) -> bytes:
     origin, text = (VARIABLE, text) if file is None else (f"{FILE_VARIABLE}={file}", _content(file))
     if len(text) < _SHORTEST:
         raise ValueError(
-            f"the secret in {origin} has {len(text)} characters, but needs at least {_SHORTEST}: make one for each run, as"
-            " `openssl rand -hex 32` does"
+            f"the secret in {origin} has {len(text)} characters, but needs at least {_SHORTEST}: make one for each run,"
+            " as `openssl rand -hex 32` does"
         )
     return text.encode()
 
@@ -52,7 +52,7 @@ def _content(file: str) -> str:
 
 
 def hand_out() -> None:
-    """Make a secret for the processes that this one is about to start, which inherit its environment, unless there is one."""
+    """Make a secret, unless there is one, for the processes that this one starts: they inherit its environment."""
     if VARIABLE not in os.environ and FILE_VARIABLE not in os.environ:
         os.environ[VARIABLE] = secrets.token_hex(32)
 
@@ -73,8 +73,8 @@ class Message:
 class Seal:
     """Seals one rank's messages and opens everybody's: HMAC-SHA256 over namespace, key, sender and text.
 
-    The key names run, generation and number of what is agreed on, so that a sealed text counts in one place only and not
-    in a later repair, run or attempt.
+    The key names run, generation and number of what is agreed on, so that a sealed text counts in one place only and
+    not in a later repair, run or attempt.
 
     Args:
         secret: Of the run.
@@ -116,7 +116,7 @@ class Seal:
         self.rejected += 1
         if self.rejected == 1:
             log.warning(
-                "somebody who does not have this run's secret has written to %s/%s in the control store; this is ignored,"
-                " and so is what follows, without another word",
+                "somebody who does not have this run's secret has written to %s/%s in the control store; this is"
+                " ignored, and so is what follows, without another word",
                 self._namespace, key,
             )  # fmt: skip

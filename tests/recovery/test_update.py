@@ -139,6 +139,29 @@ def train(*votes: Action | None, failing: tuple[int, ...] = (), updates: int = 3
     return loop, losses, calls
 
 
+def test_what_follows_an_update_comes_between_two_of_them() -> None:
+    loop, seen = Loop(), []
+    loop.runner = UpdateRunner(
+        loop.machine,
+        Window([]),
+        drop_gradients=loop.drop_gradients,
+        holds_gradients=lambda: False,
+        after_update=lambda: seen.append((loop.machine.progress.frontier, loop.runner.active)),
+    )
+
+    attempts = iter(range(3))
+
+    def update() -> None:
+        loop.compute(torch.ones(2, 4))
+        if next(attempts) == 0:
+            raise CommunicatorLost("once")
+        loop.step()
+
+    loop.runner.run(update)
+    loop.runner.run(update)
+    assert seen == [(1, False), (2, False)]
+
+
 @pytest.mark.parametrize("failing", [(1,), (2,), (1, 2, 4)], ids=str)
 def test_a_failed_update_runs_again_exactly(failing: tuple[int, ...]) -> None:
     expected, losses, calls = train()
