@@ -53,7 +53,8 @@ def limit_silence(fd: int, seconds: float) -> None:
     that was cut waits for ever if it has nothing to send, and some fifteen minutes if it has.
     """
     with borrow(fd) as link:
-        if link is not None:
+        # The descriptor may be somebody else's by now: the store's thread closes connections, and looks up names
+        if link is not None and link.proto == socket.IPPROTO_TCP:
             link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
