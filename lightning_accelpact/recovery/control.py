@@ -149,12 +149,14 @@ class ControlPlane:
         limit = time.monotonic() + (deadline or self.deadline).total_seconds()
         pause = _SHORTEST_SLICE_S
         while (left := limit - time.monotonic()) > 0:
-            with suppress(dist.DistStoreError):
+            try:
                 self.store.wait([key], timedelta(seconds=min(left, pause)))
+            except dist.DistStoreError:
+                pause = min(2 * pause, _LONGEST_SLICE_S)
+            else:
                 if (message := self._found(key)) is not None:
                     return message.text
                 time.sleep(LOOK_AGAIN_S)
-            pause = min(2 * pause, _LONGEST_SLICE_S)
             meanwhile()
         return self.settle(key, otherwise)
 
