@@ -98,7 +98,7 @@ class Stranger:
 
 
 def forge(store: dist.TCPStore, rounds: int, *, secret: bytes = b"a guess, long enough") -> None:
-    """Write what would stop, delay or mislead the run if anybody believed it, and a flood of keys."""
+    """Write, ahead of the ranks, what would stop or mislead the run if anybody believed it, and a flood of keys."""
     run = dist.PrefixStore(NAMESPACE, store)
     seal = Seal(secret, namespace=NAMESPACE, rank=1)
     stop = {"rank": 1, "reason": "stranger", "time": 0.0, "stop": True}
@@ -107,13 +107,14 @@ def forge(store: dist.TCPStore, rounds: int, *, secret: bytes = b"a guess, long 
     lies |= {f"operation/1/{generation}/{number}": "no" for generation in range(3) for number in range(20)}
     lies |= {f"report/{generation}/{rank}": "no" for generation in range(1, 4) for rank in range(4)}
     lies |= {f"release/{generation}": "yes" for generation in range(1, 4)} | {"leave/1": "[0, 0, 0]"}
-    keys = list(lies)
-    run.multi_set(keys, [seal.close(key, lies[key]) if rounds % 2 else lies[key] for key in keys])
+    for key in lies:  # before anybody else has written there
+        run.compare_set(key, "", seal.close(key, lies[key]) if rounds % 2 else lies[key])
     wakes = [f"wake/{generation}/{rank}" for generation in range(1, 9) for rank in range(4)]
     run.multi_set(wakes, [""] * len(wakes))
     for update in range(20):
         run.add(f"vote/1/0/{update}/count", 3)
-    run.set("ballot/2", "vote/1/0/1")
+    if not rounds % 50:
+        run.set("ballot/2", "vote/1/0/1")
     run.multi_set([f"flood/{rounds}/{number}" for number in range(500)], ["x" * 200] * 500)
 
 
