@@ -257,16 +257,23 @@ class ControlPlane:
         limit = time.monotonic() + deadline.total_seconds()
         self.settle(keys[self.rank], own)
         self._given += [] if keys[self.rank] in self._given else [keys[self.rank]]
+        known: dict[int, Message] = {}  # a genuine answer stays, whoever writes over it
         while (left := limit - time.monotonic()) > 0:
             with suppress(dist.DistStoreError):
                 self.store.wait(keys, timedelta(seconds=left))
-                answers = self._all(keys)
-                if answers is not None and all(map(_is_answer, range(self.world_size), answers)):
-                    return answers
+                self._take_answers(keys, known)
+                if len(known) == self.world_size:
+                    return [known[rank] for rank in range(self.world_size)]
                 self.settle(keys[self.rank], own)
                 time.sleep(LOOK_AGAIN_S)
         self.abandon(topic)
-        return self._all(keys) or [None] * self.world_size
+        self._take_answers(keys, known)
+        return [known.get(rank) for rank in range(self.world_size)]
+
+    def _take_answers(self, keys: list[str], known: dict[int, Message]) -> None:
+        for rank, answer in enumerate(self._all(keys) or ()):
+            if _is_answer(rank, answer):
+                known.setdefault(rank, answer)
 
     def abandon(self, topic: str, *, store: Line | None = None) -> None:
         """End an exchange for everybody: answers not given by now are settled as missing."""

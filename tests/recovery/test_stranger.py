@@ -162,6 +162,22 @@ def test_an_answer_that_was_overwritten_is_given_again(planes: list[ControlPlane
         assert [one.result() for one in (*early, last)] == [[{"rank": rank} for rank in range(3)]] * 3
 
 
+def test_answers_that_are_never_there_at_once_are_collected(planes: list[ControlPlane], intruder: dist.Store) -> None:
+    """Each time somebody else has written over the others."""
+    answers = {}
+    for rank in (1, 2):
+        planes[rank].settle(f"topic/{rank}", "{}")
+        answers[rank] = intruder.get(f"topic/{rank}")
+        intruder.set(f"topic/{rank}", b"garbage")
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(planes[0].exchange, "topic", {})
+        for rank in (1, 2):
+            intruder.set(f"topic/{rank}", answers[rank])
+            time.sleep(0.3)
+            intruder.set(f"topic/{rank}", b"garbage")
+        assert outcome.result() == [{}, {}, {}]
+
+
 def test_an_answer_of_an_earlier_repair_is_not_taken(planes: list[ControlPlane], intruder: dist.Store) -> None:
     together(planes, lambda plane: plane.exchange("report/1", {"old": True}))
     intruder.set("report/2/2", intruder.get("report/1/2"))
@@ -259,9 +275,9 @@ def test_a_greeting_that_was_deleted_is_given_again(planes: list[ControlPlane], 
     with ThreadPoolExecutor(3) as pool:
         early = [pool.submit(planes[rank].greet) for rank in (0, 1)]
         intruder.wait(["hello/0", "hello/1"])
-        intruder.set("hello/0", b"")
+        for rank in (0, 1):  # which wait for the third
+            intruder.set(f"hello/{rank}", b"")
         last = pool.submit(planes[2].greet)
-        intruder.set("hello/1", b"")
         for one in (*early, last):
             one.result()
 
