@@ -315,9 +315,11 @@ def test_a_kernel_whose_peer_is_gone_is_not_waited_for_for_ever(
     with pytest.raises(CommunicatorLost, match="interrupted"):
         links.settle()
     links.watch()
-    threading.Timer(0.05, links.cut).start()
+    abort = threading.Timer(0.05, links.cut)
+    abort.start()
     with pytest.raises(CommunicatorLost, match="aborted"):
         links.settle()
+    abort.join(30)
     assert aborts == ["abort"]
 
 
