@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+_SOURCE_PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
 
 @dataclass(kw_only=True)
@@ -73,3 +77,18 @@ class Incident:
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
         return asdict(self)
+
+
+def summary(error: BaseException) -> str:
+    """The error's type and first sentence, without the place in the library's source that Gloo puts in front."""
+    text = _SOURCE_PLACE.sub("", str(error)).splitlines()
+    return f"{type(error).__name__}: {text[0].split('. ')[0] if text else ''}"
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Let go of the aborted step: its frames keep activations and the retired communicator alive."""
+    while error is not None:
+        if error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error.__context__, error = None, error.__context__

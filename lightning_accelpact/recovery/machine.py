@@ -7,16 +7,13 @@ A fault during a repair starts it again at the next generation, and so does a li
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_accelpact.recovery.action import Action, Decision, Phase, RankReport, decide
@@ -30,45 +27,28 @@ from lightning_accelpact.recovery.control import ControlPlane, Notice, Supersede
 from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
 from lightning_accelpact.recovery.guard import BoundaryGuard
 from lightning_accelpact.recovery.inbox import Inbox
-from lightning_accelpact.recovery.incident import Incident
+from lightning_accelpact.recovery.incident import Incident, drop_frames, summary
 from lightning_accelpact.recovery.leave import Leave, Place
 from lightning_accelpact.recovery.line import ControlLost, Line
-from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE, FailStop, RepairPhase, RepairPolicy
+from lightning_accelpact.recovery.policy import FailStop, RepairPhase, RepairPolicy
 from lightning_accelpact.recovery.progress import Progress
-from lightning_accelpact.recovery.rebind import Reference, StaleReference, rebind
+from lightning_accelpact.recovery.rebind import StaleReference, rebind
 from lightning_accelpact.recovery.retry import Retry
+from lightning_accelpact.recovery.stop import Stop
 from lightning_accelpact.recovery.streams import StreamRetry
+from lightning_accelpact.recovery.subject import Subject
 
 log = logging.getLogger("accelpact")
 
 _PATIENCE_S = 3.0  # with a pass that issues nothing, before it is interrupted
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 1.0  # between two tries of one repair
-_SOURCE_PLACE = re.compile(r"^\[[^\]]*\]\s*")
+
 
 class UpdateAborted(BaseException):
     """A fault was repaired and the update must run again: unwinds the pass to whoever holds the window.
 
     No ``Exception``: what catches those on the way, a training step or torch's own logging, is not meant.
     """
-
-
-class Subject(Protocol):
-    """What is being protected: the wrapped model and its references."""
-
-    def settle_device(self) -> None:
-        """Wait until nothing of the aborted step runs on the device."""
-
-    def reset(self) -> None:
-        """Bring the wrapper back to IDLE; gradients of parameters stay."""
-
-    def references(self) -> list[Reference]:
-        """Every reference that may name a communicator."""
-
-    def obstacle(self) -> str:
-        """Why the current update cannot be run again; empty if it can."""
-
-    def unread(self, doubtful: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
-        """Whether some all-reduce results are gradients that nobody has read, and all gradients among ``results``."""
 
 
 def _no_span(name: str) -> AbstractContextManager[None]:
@@ -105,13 +85,12 @@ class RepairMachine:
         self._communicators = communicators
         self._subject = subject
         self._policy = policy
-        self._resume_hint = resume_hint
         self._span = span
         self._repairs_at: dict[int, int] = {}
         self._inbox = Inbox()
         self._retired: list[dist.ProcessGroup] = []
-        self.generation = communicators.generation
         self.progress = progress
+        progress.generation = communicators.generation
         self.guard = BoundaryGuard(control, progress)
         self.faults = faults
         self.incidents: list[Incident] = []
@@ -127,7 +106,18 @@ class RepairMachine:
         self.leave = Leave(control, progress.run)
         self.on_leave: Callable[[], None] = lambda: None
         self._operations = 0  # that all ranks have come to
-        self.stopped = False  # this rank has ended the run, for itself or for everybody
+        self.stop = Stop(
+            control=control,
+            communicators=communicators,
+            progress=progress,
+            inbox=self._inbox,
+            resume_hint=resume_hint,
+        )
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest repair that this rank has entered."""
+        return self.progress.generation
 
     def _make_retry(self) -> Retry:
         communicators = self._communicators
@@ -244,7 +234,7 @@ class RepairMachine:
         except (CommunicatorLost, Superseded) as error:
             return error
         except ControlLost as error:
-            self._fail_stop(str(error))
+            self.stop.here(str(error))
         return None
 
     def stepped(self) -> None:
@@ -284,7 +274,7 @@ class RepairMachine:
         try:
             with self._span("group_repair"):
                 incident = self._observe(error)
-                _drop_frames(error)
+                drop_frames(error)
                 verb = self._repair(incident)
         finally:
             self._repairing = False
@@ -367,7 +357,7 @@ class RepairMachine:
         except Superseded:
             return False
         except ControlLost as error:
-            self._fail_stop(str(error))
+            self.stop.here(str(error))
         self._look_for_a_wish(self._place())
         self._leave_if_agreed()
         return True
@@ -380,7 +370,7 @@ class RepairMachine:
             try:
                 self.leave.look(place)
             except ControlLost as error:
-                self._fail_stop(str(error))
+                self.stop.here(str(error))
 
     def _leave_if_agreed(self) -> None:
         """Leave between two updates only: what has been computed of an update would be lost."""
@@ -401,7 +391,7 @@ class RepairMachine:
             generation=self.generation,
             time=now,
             source="notice" if told else "exception",
-            reason=_summary(error) if error is not None else (notice.reason if notice else self._inbox.control_lost),
+            reason=summary(error) if error is not None else (notice.reason if notice else self._inbox.control_lost),
             phase=progress.phase.value,
             frontier=progress.frontier,
             detect_s=max(0.0, now - since),
@@ -419,16 +409,16 @@ class RepairMachine:
             try:
                 decision = self._attempt(generation, incident)
             except (CommunicatorLost, Superseded) as again:
-                reason = _summary(again)
-                _drop_frames(again)
+                reason = summary(again)
+                drop_frames(again)
                 self._back_off(incident)
             except ControlLost as lost:
-                self._fail_stop(str(lost), incident)
+                self.stop.here(str(lost), incident)
             except RuntimeError as failure:
                 if isinstance(failure, StaleReference) or not self.recovers(failure):
                     raise
-                reason = _summary(failure)
-                _drop_frames(failure)
+                reason = summary(failure)
+                drop_frames(failure)
             else:
                 break
         incident.total_s = time.monotonic() - begun
@@ -437,7 +427,7 @@ class RepairMachine:
 
     def _call(self, incident: Incident, reason: str, begun: float) -> int:
         """OBSERVE: choose the generation of the next try, tell everybody, wake this rank's groups."""
-        self._check_orders(incident)
+        self.stop.if_told(incident)
         self._check_budget(incident, reason, begun)
         incident.attempts += 1
         gentle = self._gentle
@@ -447,10 +437,10 @@ class RepairMachine:
         else:
             generation = max(self.generation, self._inbox.generation) + 1
             update = self.progress.frontier if gentle else -1
-            self._notify(
+            self.stop.notify(
                 Notice(generation=generation, rank=self.progress.rank, reason=reason, time=time.time(), update=update)
             )
-        self.generation = incident.generation = generation
+        self.progress.generation = incident.generation = generation
         if not gentle:
             self._communicators.interrupt(before=generation)
         return generation
@@ -467,20 +457,14 @@ class RepairMachine:
         while not self.pending and time.monotonic() < until:
             time.sleep(_SHORTEST_PAUSE_S)
 
-    def _check_orders(self, incident: Incident) -> None:
-        if self._inbox.control_lost:
-            self._fail_stop(f"the control store is lost: {self._inbox.control_lost}", incident)
-        if (stop := self._inbox.stop) is not None:
-            self._fail_stop(f"rank {stop.rank} stopped: {stop.reason}", incident)
-
     def _check_budget(self, incident: Incident, reason: str, begun: float) -> None:
         policy, spent = self._policy, time.monotonic() - begun
         begun_here = self._repairs_at.get(self.progress.frontier, 0) + (incident.attempts == 0)
         self._repairs_at[self.progress.frontier] = begun_here
         if spent > policy.repair_budget:
-            self.stop_all(f"no repair within repair_budget={policy.repair_budget:g} s: {reason}", incident)
+            self.stop.everywhere(f"no repair within repair_budget={policy.repair_budget:g} s: {reason}", incident)
         if begun_here > policy.max_repairs_per_update:
-            self.stop_all(f"max_repairs_per_update={policy.max_repairs_per_update} is used up: {reason}", incident)
+            self.stop.everywhere(f"max_repairs_per_update={policy.max_repairs_per_update} is used up: {reason}", incident)
 
     def _attempt(self, generation: int, incident: Incident) -> Decision:
         """One pass through the phases; raises if another fault cuts it short."""
@@ -491,7 +475,7 @@ class RepairMachine:
             decision = self._agree(generation)
         incident.action, incident.verb = decision.action.value, decision.verbs[self.progress.rank].value
         if decision.action is Action.RESTART:
-            self._fail_stop(decision.reason, incident)
+            self.stop.here(decision.reason, incident)
         with self._timed(incident, RepairPhase.RETIRE):
             self._retired += self._communicators.retire(generation)
             self._subject.settle_device()
@@ -555,43 +539,6 @@ class RepairMachine:
             )  # fmt: skip
         return decision.verbs[self.progress.rank]
 
-    # -- fail-stop
-
-    def stop_all(self, reason: str, incident: Incident | None = None) -> None:
-        """Fail-stop on every rank."""
-        self.tell_stop(reason)
-        self._fail_stop(reason, incident)
-
-    def tell_stop(self, reason: str) -> None:
-        """Make every other rank fail-stop, because this one ends for a reason of its own."""
-        self.stopped = True
-        newest = max(self.generation, self._inbox.generation)
-        self._notify(Notice(generation=newest + 1, rank=self.progress.rank, reason=reason, time=time.time(), stop=True))
-
-    def _notify(self, notice: Notice) -> None:
-        try:
-            self._control.notify(notice)
-        except ControlLost as error:
-            log.error("notice %d could not be given: %s", notice.generation, error)
-            self._inbox.control_lost = str(error)
-
-    def _fail_stop(self, reason: str, incident: Incident | None = None) -> None:
-        self.stopped = True
-        if incident is not None:
-            incident.action = incident.verb = Action.RESTART.value
-            incident.outcome = "fail_stop"
-            incident.total_s = max(incident.total_s, time.time() - incident.time)
-        self._communicators.interrupt(before=self.generation + 2)
-        progress = self.progress
-        where = incident or progress
-        phase = incident.phase if incident else progress.phase.value
-        message = (
-            f"fail-stop on rank {progress.rank} in phase {phase} at frontier {where.frontier}: {reason}."
-            f" To go on: {self._resume_hint()} (exit code {FAIL_STOP_EXIT_CODE})"
-        )
-        log.error(message)
-        raise FailStop(message)
-
     def gather(self, message: Any, sequence: int) -> list[Any]:
         """Collect one JSON value per rank on every rank.
 
@@ -615,18 +562,3 @@ class RepairMachine:
             yield
         finally:
             setattr(incident, phase.value, getattr(incident, phase.value) + time.perf_counter() - begun)
-
-
-def _summary(error: BaseException) -> str:
-    """The error's type and first sentence, without the place in the library's source that Gloo puts in front."""
-    text = _SOURCE_PLACE.sub("", str(error)).splitlines()
-    return f"{type(error).__name__}: {text[0].split('. ')[0] if text else ''}"
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Let go of the aborted step: its frames keep activations and the retired communicator alive."""
-    while error is not None:
-        if error.__traceback__ is not None:
-            traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error.__context__, error = None, error.__context__

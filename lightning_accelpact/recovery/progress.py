@@ -15,6 +15,7 @@ class Progress:
     Args:
         rank: Global rank.
         run: Which run of this process it is (fits in the same process share communicators, not frontiers).
+        generation: Number of the newest repair that it has entered.
         frontier: Updates applied so far (``F``); the current update has this number, counting from 0.
         phase: Where the rank stands inside the current update.
         micro_batch: Index of the current micro-batch inside the update, from 0.
@@ -24,6 +25,7 @@ class Progress:
 
     rank: int
     run: int = 0
+    generation: int = 0
     frontier: int = 0
     phase: Phase = Phase.COMMITTED
     micro_batch: int = 0

@@ -130,7 +130,7 @@ class ReplicaGuard:
         new = [one for one in found if (one.name, one.ranks) not in known]
         self.divergences += new
         if self._stops:
-            self._machine.stop_all(self._message(found))
+            self._machine.stop.everywhere(self._message(found))
         elif new:
             log.warning(self._message(new))
 

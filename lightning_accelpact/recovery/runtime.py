@@ -291,7 +291,7 @@ class HsdpRuntime:
             where: Says where, as in ``inside an update``.
         """
         if self.machine is not None and self.machine.recovers(error):
-            self.machine.stop_all(f"a fault {where}: {error}")
+            self.machine.stop.everywhere(f"a fault {where}: {error}")
 
     def checkpoint_written(self, path: Any) -> None:
         """Remember the newest checkpoint, for the message of a fail-stop."""
@@ -315,12 +315,12 @@ class HsdpRuntime:
     def stop_peers(self, error: BaseException) -> None:
         """An error that is no communication fault ends the run on every rank, instead of leaving peers waiting."""
         if self.machine is not None and not isinstance(error, FailStop):
-            self.machine.tell_stop(f"{type(error).__name__}: {error}")
+            self.machine.stop.tell(f"{type(error).__name__}: {error}")
 
     @property
     def stopped(self) -> bool:
         """Whether this rank has ended the run before its time."""
-        return self.machine is not None and self.machine.stopped
+        return self.machine is not None and self.machine.stop.told
 
     def detach(self) -> None:
         """The run is over; the communicators stay for a next one in this process."""

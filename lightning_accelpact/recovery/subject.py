@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +12,25 @@ from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
 from lightning_accelpact.recovery.rebind import Reference, references
 from lightning_accelpact.recovery.window import Window
+
+
+class Subject(Protocol):
+    """What is being protected: the wrapped model and its references."""
+
+    def settle_device(self) -> None:
+        """Wait until nothing of the aborted step runs on the device."""
+
+    def reset(self) -> None:
+        """Bring the wrapper back to IDLE; gradients of parameters stay."""
+
+    def references(self) -> list[Reference]:
+        """Every reference that may name a communicator."""
+
+    def obstacle(self) -> str:
+        """Why the current update cannot be run again; empty if it can."""
+
+    def unread(self, doubtful: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
+        """Whether some all-reduce results are gradients that nobody has read, and all gradients among ``results``."""
 
 
 class Fsdp2Subject:

@@ -94,7 +94,7 @@ class UpdateRunner:
                     raise
                 failure = error
             if self._stepping:
-                self._machine.stop_all(f"a fault after the first step, inside the update's function: {failure}")
+                self._machine.stop.everywhere(f"a fault after the first step, inside the update's function: {failure}")
             self._machine.recover(failure, unwound=True)
 
     def _attempt(self, update: Callable[[], T]) -> T:

@@ -70,7 +70,7 @@ class World:
         self.guard = ReplicaGuard(
             every=every,
             on_divergence=policy,
-            machine=SimpleNamespace(progress=self._progress, stop_all=self._stop),
+            machine=SimpleNamespace(progress=self._progress, stop=SimpleNamespace(everywhere=self._stop)),
             operations=SimpleNamespace(gather_json=self._gather),
             groups=[[0, 1]],
             digests=self._digests,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +80,11 @@ class Machine:
         self.progress.phase = Phase.COMMITTED
         self.on_redo()
 
-    def stop_all(self, reason: str) -> None:
+    @property
+    def stop(self) -> SimpleNamespace:
+        return SimpleNamespace(everywhere=self._fail)
+
+    def _fail(self, reason: str) -> None:
         raise FailStop(reason)
 
 
