@@ -14,7 +14,10 @@ from lightning_accelpact.goodput.model import (
     saved_against_restart,
     saved_per_recovery,
     time_saved,
+    time_saved_by_actions,
 )
+from lightning_accelpact.goodput.presets import LLAMA_3, LLAMA_3_405B, PAPER_GUARD, PAPER_REPAIR_S
+from lightning_accelpact.goodput.ranges import over
 
 DAY_S = 86_400
 # The paper's example: 16 GPUs, checkpoint age 5, updates of 220 s, a guard of 0.2 %, one day
@@ -73,6 +76,62 @@ def test_a_guard_within_noise_may_be_negative() -> None:
 
 def test_saving_turns_negative_when_the_checkpoint_is_fresh() -> None:
     assert saved_per_recovery(checkpoint_age=0, update_s=220, repair_s=0.77) == -0.77
+
+
+# -- what the paper does not have
+
+ACTIONS: dict[str, Any] = dict(
+    **PAPER, preserved=2, redone=3, healed=1, other=4, restart_s=100, repeated_updates=0.5, heal_s=30
+)
+
+
+def test_without_redo_and_heal_the_extension_is_the_papers() -> None:
+    none = {"redone": 0, "healed": 0, "restart_s": 0, "preserved": 0.776, "other": 6.984}
+    assert time_saved_by_actions(**{**ACTIONS, **none}) == time_saved(eligible=0.776, other=6.984, **PAPER)
+
+
+def test_every_action_by_hand() -> None:
+    # A restart costs 5 * 220 + 100; half an update of 220 s is repeated by REDO and HEAL
+    by_hand = 2 * (1200 - 0.77) + 3 * (1200 - 0.77 - 110) + 1 * (1200 - 30 - 110) - 4 * 0.1 - 172.8
+    assert time_saved_by_actions(**{**ACTIONS, "detect_s": 0.06, "reject_s": 0.04}) == pytest.approx(by_hand)
+
+
+def test_no_more_than_one_update_is_repeated() -> None:
+    with pytest.raises(ValueError, match="repeated_updates must be from 0 to 1, got 1.5"):
+        time_saved_by_actions(**{**ACTIONS, "repeated_updates": 1.5})
+
+
+# -- the paper's scales, mixed and not
+
+
+def a_day(**changes: Any) -> float:
+    """The paper's net saving of a day if a tenth of all interruptions can be repaired."""
+    arguments = {**PAPER, **changes}
+    interruptions = arguments.pop("interruptions")
+    return time_saved(eligible=interruptions / 10, other=interruptions * 9 / 10, **arguments)
+
+
+def test_the_paper_mixes_an_update_of_16_gpus_with_failures_of_16_384() -> None:
+    assert rounded(a_day(interruptions=INTERRUPTIONS_A_DAY), 680.2, unit=0.05)
+
+
+def test_on_its_16_gpus_the_paper_s_guard_never_pays() -> None:
+    """At the same rate per GPU there is a failure in 132 days: 0.8 s a day saved, 172.8 s spent."""
+    net = a_day(interruptions=LLAMA_3.per_day(16))
+    assert net + 172.8 == pytest.approx(0.83, abs=0.01)
+    assert net == pytest.approx(-171.97, abs=0.01)
+
+
+def test_on_16_384_gpus_an_update_is_shorter() -> None:
+    """6.2 s instead of 220 s: five updates are 31 s, and 23 s a day are saved."""
+    net = a_day(interruptions=LLAMA_3.per_day(16_384), update_s=LLAMA_3_405B.update_s)
+    assert net + 172.8 == pytest.approx(23.5, abs=0.1)
+    assert net < -149
+
+
+def test_the_measured_guard_leaves_the_sign_open() -> None:
+    net = over(a_day, interruptions=LLAMA_3.per_day(16), guard_overhead=PAPER_GUARD, repair_s=PAPER_REPAIR_S)
+    assert net.low < 0 < net.high
 
 
 @pytest.mark.parametrize(
