@@ -58,9 +58,10 @@ class GoodputCallback(Callback):
     Args:
         print_summary: Print the summary on rank 0: after the fit, or, if it ends with an error, what rank 0 knows
             by itself.
-        log_dir: Folder for one file of JSON lines per rank, ``goodput-rank<rank>.jsonl``, made if missing and
-            appended to: a record of ``"kind": "incident"`` for each incident at the end of its micro-batch, and one
-            of ``"kind": "summary"`` at the end. None: no file. A file that cannot be written is a warning.
+        log_dir: Folder of the run, for one file of JSON lines per rank, ``goodput-rank<rank>.jsonl``, made if missing
+            and appended to, also by further attempts at the run. By their ``"kind"``: ``start`` of an attempt,
+            ``totals`` every second at first and every half minute later, ``incident`` at the end of its micro-batch,
+            ``checkpoint``, and ``summary`` at the end. None: no file. A file that cannot be written is a warning.
         restart_seconds: What it takes to relaunch the job and reload a checkpoint, for the estimate of the time
             saved. None counts 0 s and makes the estimate a lower bound.
         progress_bar_metric: Show the goodput of this rank so far as ``goodput`` in the progress bar, renewed once a
@@ -68,10 +69,13 @@ class GoodputCallback(Callback):
         log_every_n_updates: After how many updates the goodput of all ranks so far goes to the trainer's loggers, and
             once more at the end of training. ``"auto"``: as the Trainer's ``log_every_n_steps``. 0: never. Each time
             costs two gathers over all ranks (:class:`~.goodput.metric.GoodputMetric`); without loggers there are none.
+        metrics_dir: Folder that Prometheus' node exporter reads, for one file of OpenMetrics text per rank,
+            ``accelpact-rank<rank>.prom``, renewed as often as ``totals``. None: no file. Needs prometheus-client.
 
     Raises:
         ValueError: if ``restart_seconds`` is negative or not finite, or ``log_every_n_updates`` is neither ``"auto"``
             nor a whole number of at least 0.
+        ModuleNotFoundError: if ``metrics_dir`` is given without prometheus-client.
     """
 
     # Whether the time before the setup has been counted: once per process, not once per Trainer
@@ -85,8 +89,11 @@ class GoodputCallback(Callback):
         restart_seconds: float | None = None,
         progress_bar_metric: bool = True,
         log_every_n_updates: int | Literal["auto"] = "auto",
+        metrics_dir: str | Path | None = None,
     ) -> None:
-        options = GoodputOptions(print_summary=print_summary, log_dir=log_dir, restart_seconds=restart_seconds)
+        options = GoodputOptions(
+            print_summary=print_summary, log_dir=log_dir, restart_seconds=restart_seconds, metrics_dir=metrics_dir
+        )
         self.progress_bar_metric = progress_bar_metric
         self.summary: GoodputSummary | None = None
         self._logged = _Logged(log_every_n_updates)
@@ -167,13 +174,13 @@ class GoodputCallback(Callback):
         self._logged.publish(trainer, self._account)
         gather = getattr(trainer.strategy, "gather_json", None)
         record = self._account.record(_frontier(trainer), _incidents(trainer))
-        self.summary = self._account.conclude((gather(record) if gather else None) or [record])
+        self.summary = self._account.conclude((gather(record) if gather else None) or [record], completed=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Conclude with what this rank knows: its peers may be gone, and no teardown hook follows an error."""
         if self._fitting and self.summary is None:
             record = self._account.record(_frontier(trainer), _incidents(trainer))
-            self.summary = self._account.conclude([record])
+            self.summary = self._account.conclude([record], completed=False)
         self._print(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -6,17 +6,27 @@ import math
 import time
 import warnings
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass, append_jsonl
+from lightning_accelpact.goodput.openmetrics import MetricsFile
 from lightning_accelpact.goodput.report import GoodputSummary, summarize
+from lightning_accelpact.goodput.run import log_path, reached_before
+from lightning_accelpact.goodput.tracking import tracked_values
 
 if TYPE_CHECKING:
     from lightning_accelpact.recovery.incident import Incident
+
+_T = TypeVar("_T")
+
+# The totals so far are kept after each such share of the time that has passed, but within these seconds: a process that
+# is killed leaves no more than this unaccounted for, and a day makes no more than some thousand lines
+_KEEP_SHARE = 0.01
+_KEEP_AFTER_S = (1.0, 30.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +35,24 @@ class GoodputOptions:
 
     Args:
         print_summary: Print the summary on rank 0.
-        log_dir: Folder for one file of JSON lines per rank, ``goodput-rank<rank>.jsonl``, made if missing and
-            appended to. None: no file. A file that cannot be written is a warning.
+        log_dir: Folder of the run, for one file of JSON lines per rank, ``goodput-rank<rank>.jsonl``, made if missing
+            and appended to, also by further attempts at the run. None: no file. A file that cannot be written is a
+            warning.
         restart_seconds: What it takes to relaunch the job and reload a checkpoint, for the estimate of the time
             saved. None counts 0 s and makes the estimate a lower bound.
+        metrics_dir: Folder that Prometheus' node exporter reads (``--collector.textfile.directory``), for one file of
+            OpenMetrics text per rank, ``accelpact-rank<rank>.prom``, renewed with the totals. None: no file. A file
+            that cannot be written is a warning. Needs prometheus-client (the extra ``metrics``).
 
     Raises:
         ValueError: if ``restart_seconds`` is negative or not finite.
+        ModuleNotFoundError: if ``metrics_dir`` is given without prometheus-client.
     """
 
     print_summary: bool = True
     log_dir: str | Path | None = None
     restart_seconds: float | None = None
+    metrics_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         seconds = self.restart_seconds
@@ -45,6 +61,8 @@ class GoodputOptions:
                 f"restart_seconds must be a finite number of seconds of at least 0, got {seconds!r};"
                 " leave it None if the time of a relaunch and reload is unknown"
             )
+        if self.metrics_dir is not None:
+            MetricsFile.require()
 
 
 class GoodputAccount:
@@ -76,6 +94,10 @@ class GoodputAccount:
         self._checkpoints: list[tuple[int, float]] = []
         self._incidents: list[dict[str, Any]] = []
         self._newest: Incident | None = None
+        # The frontier that an earlier attempt at the run had reached: updates up to there are replays
+        self._replay_until = 0
+        self._begun = False
+        self._kept_at = -math.inf
 
     def count_startup(self, age: float) -> None:
         """The time before the ledger was made went to the program's start, which was ``age`` seconds ago."""
@@ -91,21 +113,71 @@ class GoodputAccount:
         if self._origin is not None and frontier < self._origin + self._updates:
             self._checkpoints.clear()  # this run counts from 0 again, and they bear the numbers of the last one
         if resumed:
-            self.checkpoint(frontier)
+            self._checkpoints.append((frontier, time.time()))
         self._origin = frontier - self._updates
         self._timed = (frontier, self.ledger.totals()[TimeClass.PRODUCTIVE])
+        if not self._begun:
+            self._begin_attempt(frontier)
+
+    def _begin_attempt(self, frontier: int) -> None:
+        """Learn what earlier attempts at the run had reached, and say that there is another."""
+        self._begun = True
+        if self.options.log_dir is None:
+            return
+        path = log_path(self.options.log_dir, self.rank)
+        self._replay_until = self._guarded(lambda: reached_before(path), f"read {path}", 0)
+        began = time.time() - self.ledger.elapsed
+        place = {"rank": self.rank, "world_size": self.world_size, "frontier": frontier}
+        self._append([{"kind": "start", "time": began, **place}])
 
     def checkpoint(self, frontier: int) -> None:
         """From now on there is a checkpoint of this frontier to restart from."""
-        self._checkpoints.append((frontier, time.time()))
+        now = time.time()
+        self._checkpoints.append((frontier, now))
+        self._append([{"kind": "checkpoint", "time": now, "frontier": frontier}], durable=False)
 
     def time_update(self, frontier: int) -> None:
-        """Take in the productive time of the updates committed since the last call."""
+        """Take in the productive time of the updates committed since the last call, and keep the totals now and then.
+
+        The time of updates that an earlier attempt had committed already becomes that of replayed updates.
+        """
         timed, before = self._timed
         if frontier > timed:
             productive = self.ledger.totals()[TimeClass.PRODUCTIVE]
-            self._update_seconds.append((productive - before) / (frontier - timed))
+            per_update = (productive - before) / (frontier - timed)
+            self._update_seconds.append(per_update)
+            replayed = max(0, min(frontier, self._replay_until) - timed)
+            productive -= self.ledger.move(TimeClass.PRODUCTIVE, TimeClass.REPLAYED_UPDATES, replayed * per_update)
             self._timed = (frontier, productive)
+        elapsed = self.ledger.elapsed
+        shortest, longest = _KEEP_AFTER_S
+        if elapsed >= self._kept_at + min(max(shortest, _KEEP_SHARE * elapsed), longest):
+            self._keep(frontier)
+
+    def _keep(self, frontier: int, *, ended: str | None = None) -> None:
+        """Write down the totals so far.
+
+        Args:
+            frontier: The committed frontier now.
+            ended: ``completed`` or ``failed`` at the end.
+        """
+        if self.options.log_dir is None and self.options.metrics_dir is None:
+            return
+        self._kept_at = self.ledger.elapsed
+        record = self._totals(frontier)
+        productive = record["totals"][TimeClass.PRODUCTIVE.value]
+        spent = {name: seconds for name, seconds in record["totals"].items() if seconds}
+        kept = {
+            "kind": "totals", "time": time.time(), "totals": spent, "frontier": frontier,
+            "updates": record["updates"], "update_s": record["update_s"],
+            # Of an update that is not committed yet
+            "unfinished_s": max(0.0, productive - self._timed[1]) if self._origin is not None else 0.0,
+            "ended": ended,
+        }  # fmt: skip
+        self._append([kept], durable=ended is not None)
+        if self.options.metrics_dir is not None:
+            file = MetricsFile(Path(self.options.metrics_dir), rank=self.rank)
+            self._guarded(lambda: file.write(record, frontier), f"write {file.path}", None)
 
     def take_in(self, incidents: Sequence[Incident]) -> None:
         """Account for the incidents that are new since the last call, and log them.
@@ -120,6 +192,7 @@ class GoodputAccount:
         new = [self._record_of(incident) for incident in incidents[begin:]]
         self._incidents += new
         self._append([{"kind": "incident", **record} for record in new])
+        self._kept_at = -math.inf  # so that the totals right after an incident are kept
 
     @property
     def incident_count(self) -> int:
@@ -143,6 +216,9 @@ class GoodputAccount:
             incidents: All incidents of this rank in the current run.
         """
         self.take_in(incidents)
+        return self._totals(frontier)
+
+    def _totals(self, frontier: int) -> dict[str, Any]:
         if self._origin is not None:
             self._updates = frontier - self._origin
         totals = self.ledger.totals()
@@ -156,18 +232,45 @@ class GoodputAccount:
             "incidents": self._incidents,
         }
 
-    def conclude(self, records: Sequence[Mapping[str, Any]]) -> GoodputSummary:
-        """Put the records of the ranks that are known together, and log the summary."""
+    def tracked(self, frontier: int, incidents: Sequence[Incident]) -> dict[str, float]:
+        """What this rank's time went to so far, for an experiment tracker (``accelerator.log``, ``wandb.log``, ...).
+
+        For all ranks together, gather :meth:`record` and give the records to :func:`~.tracking.tracked_values`.
+
+        Args:
+            frontier: The committed frontier now.
+            incidents: All incidents of this rank in the current run.
+        """
+        return tracked_values([self.record(frontier, incidents)])
+
+    def conclude(self, records: Sequence[Mapping[str, Any]], *, completed: bool | None = None) -> GoodputSummary:
+        """Put the records of the ranks that are known together, and log the summary.
+
+        Args:
+            records: Of :meth:`record`, this rank's among them.
+            completed: Whether the run is done, so that a further attempt is a new run; None: if every rank is known.
+        """
+        if not self._begun:  # it ends before training began
+            self._begin_attempt(0)
+        done = len(records) == self.world_size if completed is None else completed
+        frontier = self._updates + (self._origin or 0)
         self.summary = summarize(records, restart_s=self.options.restart_seconds)
+        self._keep(frontier, ended="completed" if done else "failed")
         self._append([{"kind": "summary", "time": time.time(), **self.summary.to_dict()}])
         return self.summary
 
-    def _append(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def _append(self, records: Sequence[Mapping[str, Any]], *, durable: bool = True) -> None:
         if self.options.log_dir is None:
             return
-        path = Path(self.options.log_dir) / f"goodput-rank{self.rank}.jsonl"
+        path = log_path(self.options.log_dir, self.rank)
+        action = f"write {len(records)} goodput records to {path}"
+        self._guarded(lambda: append_jsonl(path, records, durable=durable), action, None)
+
+    @staticmethod
+    def _guarded(call: Callable[[], _T], action: str, otherwise: _T) -> _T:
+        """What the call gives; a full disk must neither end a training that is fine nor keep one from its report."""
         try:
-            append_jsonl(path, records)
+            return call()
         except OSError as error:
-            # A full disk must neither end a training that is fine nor keep one that fails from its own report
-            warnings.warn(f"{len(records)} goodput records could not be written to {path}: {error}", stacklevel=2)
+            warnings.warn(f"could not {action}: {error}", stacklevel=2)
+            return otherwise

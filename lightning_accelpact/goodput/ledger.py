@@ -199,11 +199,16 @@ def process_age() -> float:
     return min(since_start, since_logging) if has_waited else since_start
 
 
-def append_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append one JSON line per record and force them to disk; missing parent directories are made.
+def append_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]], *, durable: bool = True) -> None:
+    """Append one JSON line per record; missing parent directories are made.
 
     If the last writer died within a line, the new records begin on a line of their own, so no more than the torn one
     is lost. Nothing is written if one of the records cannot be.
+
+    Args:
+        path: The file.
+        records: Plain JSON values.
+        durable: Force them to disk, so that they outlive the machine; without it, they outlive the process alone.
 
     Raises:
         ValueError: if a record holds NaN or infinity.
@@ -218,7 +223,8 @@ def append_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None
             lines = b"\n" + lines
         file.write(lines)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
 
 
 def _last_byte(file: Any) -> bytes:

@@ -10,6 +10,7 @@ import torch
 from torchmetrics import Metric
 
 from lightning_accelpact.goodput.ledger import TimeClass
+from lightning_accelpact.goodput.tracking import named_values
 
 _CLASSES = tuple(TimeClass)
 _PRODUCTIVE = _CLASSES.index(TimeClass.PRODUCTIVE)
@@ -76,12 +77,9 @@ class GoodputMetric(Metric):
             incidents: Likewise.
 
         Returns:
-            ``goodput``, ``goodput/elapsed_s``, ``goodput/incidents``, and ``goodput/<class>_s`` of every class that
-            has had any time.
+            As of :func:`~.tracking.named_values`.
         """
         self.reset()
         self.update(seconds, incidents)
         values = {name: value.item() for name, value in self.compute().items()}
-        goodput = values.pop("goodput")
-        shown = {name: value for name, value in values.items() if value > 0 or name in ("elapsed_s", "incidents")}
-        return {"goodput": goodput, **{f"goodput/{name}": value for name, value in shown.items()}}
+        return named_values({cls: values[f"{cls.value}_s"] for cls in _CLASSES}, values["incidents"])

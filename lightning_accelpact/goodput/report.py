@@ -94,7 +94,8 @@ class GoodputSummary:
         ranks: Ranks whose records are in it.
         world_size: Ranks of the run.
         elapsed_s: Rank-seconds, that is, summed over the ranks.
-        wall_s: Seconds from the start of the program, the longest of any rank.
+        attempts: How often the run was started, the most of any rank.
+        wall_s: Seconds from the start of the program (of the first attempt), the longest of any rank.
         totals: Rank-seconds of every class.
         updates: Updates committed by every rank since the program started.
         update_s: Productive seconds of a typical update: the median over ranks of each one's median, which a slow
@@ -109,6 +110,7 @@ class GoodputSummary:
 
     ranks: int
     world_size: int
+    attempts: int
     elapsed_s: float
     wall_s: float
     totals: dict[TimeClass, float]
@@ -160,9 +162,9 @@ def summarize(rank_records: Sequence[Mapping[str, Any]], *, restart_s: float | N
     Args:
         rank_records: Per rank a mapping of plain JSON values: ``rank``, ``world_size``, ``elapsed`` (seconds),
             ``totals`` (seconds by the value of :class:`TimeClass`; absent ones are 0), ``updates`` (committed since
-            the program started), ``update_s`` (median productive seconds of an update; 0 without updates) and
+            the program started), ``update_s`` (median productive seconds of an update; 0 without updates),
             ``incidents`` (each an ``Incident.to_dict()``, and ``checkpoint``: the frontier of the newest
-            checkpoint at its time, or None).
+            checkpoint at its time, or None) and, if it is not 1, ``attempts``.
         restart_s: Seconds to relaunch the job and reload the checkpoint, None if unknown.
 
     Raises:
@@ -178,6 +180,7 @@ def summarize(rank_records: Sequence[Mapping[str, Any]], *, restart_s: float | N
     return GoodputSummary(
         ranks=len(rank_records),
         world_size=max(record["world_size"] for record in rank_records),
+        attempts=max(record.get("attempts", 1) for record in rank_records),
         elapsed_s=sum(record["elapsed"] for record in rank_records),
         wall_s=max(record["elapsed"] for record in rank_records),
         totals=totals,
@@ -266,9 +269,10 @@ replayed, from the last checkpoint or, without one, from update 0."""
 
 def _headline(summary: GoodputSummary) -> str:
     ranks = str(summary.ranks) if summary.ranks == summary.world_size else f"{summary.ranks} of {summary.world_size}"
+    attempts = f", {summary.attempts} attempts" if summary.attempts > 1 else ""
     return (
         f"Goodput {summary.goodput:.1%}: {_count(summary.updates, 'update')} committed in {_seconds(summary.wall_s)} s"
-        f" ({ranks} {'ranks' if summary.world_size > 1 else 'rank'})"
+        f" ({ranks} {'ranks' if summary.world_size > 1 else 'rank'}{attempts})"
     )
 
 

@@ -1,0 +1,153 @@
+"""Attempts put together: no second is lost or counted twice, whatever ends an attempt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_accelpact.goodput import GoodputAccount, GoodputOptions, Ledger, TimeClass, append_jsonl
+from lightning_accelpact.goodput.run import Run, RunError, log_path, reached_before, read_runs
+
+
+def start(time: float, frontier: int = 0, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
+    return {"kind": "start", "time": time, "frontier": frontier, "rank": rank, "world_size": world_size}
+
+
+def totals(time: float, frontier: int, ended: str | None = None, unfinished_s: float = 0.0, **spent: float) -> dict:
+    return {"kind": "totals", "time": time, "frontier": frontier, "updates": frontier, "update_s": 2.0,
+            "unfinished_s": unfinished_s, "ended": ended, "totals": spent}  # fmt: skip
+
+
+def write(folder: Path, *records: dict[str, Any], rank: int = 0) -> None:
+    append_jsonl(log_path(folder, rank), records)
+
+
+def only(folder: Path) -> Run:
+    (run,) = read_runs([folder])
+    return run
+
+
+def test_attempts_and_the_gap_between_them_add_up(tmp_path: Path) -> None:
+    write(tmp_path, start(100.0), totals(104.0, 1, productive=2.0, other=2.0))
+    write(tmp_path, totals(110.0, 4, productive=8.0, other=2.0, unfinished_s=1.5))
+    write(tmp_path, start(125.0, 2), totals(137.0, 6, "completed", productive=9.0, replayed_updates=3.0))
+    (rank,) = only(tmp_path).ranks
+    spent = {cls: seconds for cls, seconds in rank.totals.items() if seconds}
+    assert spent == {
+        TimeClass.PRODUCTIVE: 8.0 - 1.5 + 9.0, TimeClass.WASTED_PROGRESS: 1.5, TimeClass.OTHER: 2.0,
+        TimeClass.INFRASTRUCTURE_RECOVERY: 15.0, TimeClass.REPLAYED_UPDATES: 3.0,
+    }  # fmt: skip
+    assert sum(spent.values()) == rank.elapsed == 37.0
+    summary = only(tmp_path).summary()
+    assert (summary.attempts, summary.updates, summary.wall_s) == (2, 8, 37.0)
+
+
+def test_a_completed_run_is_not_continued(tmp_path: Path) -> None:
+    write(tmp_path, start(0.0), totals(10.0, 5, "completed", productive=10.0))
+    assert reached_before(log_path(tmp_path, 0)) == 0
+    write(tmp_path, start(1000.0), totals(1004.0, 2, "failed", productive=4.0))
+    assert reached_before(log_path(tmp_path, 0)) == 2
+    write(tmp_path, start(1005.0), totals(1006.0, 1, productive=1.0))
+    (rank,) = only(tmp_path).ranks
+    assert (len(rank.attempts), rank.elapsed) == (2, 6.0)
+
+
+def test_an_attempt_of_which_nothing_more_is_known(tmp_path: Path) -> None:
+    write(tmp_path, start(0.0), start(20.0), totals(25.0, 1, "completed", productive=5.0))
+    (rank,) = only(tmp_path).ranks
+    assert rank.totals[TimeClass.INFRASTRUCTURE_RECOVERY] == 20.0
+    assert sum(rank.totals.values()) == rank.elapsed == 25.0
+
+
+def test_a_clock_set_back_makes_no_negative_gap(tmp_path: Path) -> None:
+    write(tmp_path, start(100.0), totals(110.0, 1, productive=10.0), start(105.0), totals(107.0, 1, productive=2.0))
+    assert only(tmp_path).ranks[0].gaps == [(110.0, 110.0)]
+
+
+def test_incidents_of_all_attempts_count(tmp_path: Path) -> None:
+    names = ("generation", "frontier", "detect_s", "admit_s", "agree_s", "retire_s", "rebuild_s", "rebind_s",
+             "validate_s", "total_s", "redo_s", "redone_micro_batches", "rank")  # fmt: skip
+    one = {"kind": "incident", "source": "notice", "phase": "forward", "action": "redo", "outcome": "recovered",
+           "checkpoint": None, **dict.fromkeys(names, 1)}  # fmt: skip
+    write(tmp_path, start(0.0), {**one, "time": 1.0}, totals(5.0, 2, productive=5.0))
+    write(tmp_path, start(6.0), {**one, "time": 7.0}, totals(9.0, 4, "completed", productive=3.0))
+    assert [incident.frontier for incident in only(tmp_path).summary().incidents] == [1, 1]
+
+
+def test_a_file_of_another_version_begins_anew(tmp_path: Path) -> None:
+    write(tmp_path, {"kind": "start"})
+    assert reached_before(log_path(tmp_path, 0)) == 0
+    with pytest.raises(RunError, match="another version"):
+        read_runs([tmp_path])
+
+
+# -- the account that writes it
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def account_on(folder: Path, clock: Clock) -> GoodputAccount:
+    return GoodputAccount(Ledger(clock, base=TimeClass.PRODUCTIVE), GoodputOptions(log_dir=folder))
+
+
+def test_updates_committed_before_become_replays(tmp_path: Path) -> None:
+    write(tmp_path, start(0.0), totals(10.0, 5, productive=10.0))
+    clock = Clock()
+    account = account_on(tmp_path, clock)
+    account.begin(3, resumed=True)
+    for frontier in (4, 5, 6, 7):
+        clock.now += 2.0
+        account.time_update(frontier)
+    spent = account.ledger.totals()
+    assert (spent[TimeClass.REPLAYED_UPDATES], spent[TimeClass.PRODUCTIVE]) == (4.0, 4.0)
+    assert account.record(7, [])["update_s"] == 2.0
+
+
+def test_totals_are_kept_every_second_at_first_and_every_half_minute_later(tmp_path: Path) -> None:
+    clock = Clock()
+    account = account_on(tmp_path, clock)
+    account.begin(0)
+    for update in range(1, 40_000):
+        clock.now += 0.25
+        account.time_update(update)
+    kept = [line for line in log_path(tmp_path, 0).read_text().splitlines() if '"totals"' in line]
+    # 100 in the first 100 s, then each 1 % later up to 3,000 s, then each 30 s
+    assert len(kept) == pytest.approx(100 + 340 + 7000 / 30, rel=0.05)
+
+
+_KILLED = """
+import sys, time
+from pathlib import Path
+from lightning_accelpact.goodput import GoodputAccount, GoodputOptions, Ledger, TimeClass
+account = GoodputAccount(Ledger(base=TimeClass.PRODUCTIVE), GoodputOptions(log_dir=Path(sys.argv[1])))
+account.begin(0)
+update = 0
+while True:
+    time.sleep(0.01)
+    update += 1
+    account.time_update(update)
+    if update == 130:
+        print("ready", flush=True)
+"""
+
+
+def test_a_killed_process_leaves_all_but_the_last_second(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    (attempt,) = only(tmp_path).ranks[0].attempts
+    assert attempt.samples and not attempt.completed
+    assert 1 <= attempt.reached <= 140
+    assert sum(attempt.totals.values()) == pytest.approx(attempt.end - attempt.start, abs=0.05)
