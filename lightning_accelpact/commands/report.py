@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lightning_accelpact.commands import CommandError
 from lightning_accelpact.goodput import render
+from lightning_accelpact.goodput.page import render_page
 from lightning_accelpact.goodput.run import Run, RunError, read_runs
 
 
@@ -54,6 +55,10 @@ def run_report(options: argparse.Namespace) -> int:
         if len(runs) > 1:
             console.rule(run.name, characters="-")
         console.print(render(summary))
+    if options.html:
+        options.html.parent.mkdir(parents=True, exist_ok=True)
+        options.html.write_text(render_page(runs, summaries), encoding="utf-8")
+        print(f"accelpact: wrote {options.html}", file=sys.stderr)
     return 0
 
 

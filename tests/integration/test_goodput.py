@@ -1,0 +1,118 @@
+"""A real run of four ranks with three incidents and one restart, as its files tell it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jobs_goodput
+import pytest
+from cluster import run_ranks, values
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from lightning_accelpact.cli import main
+from lightning_accelpact.goodput import TimeClass
+from lightning_accelpact.goodput.run import Run, read_runs
+
+RANKS = 4
+SAVED, KILLED, LAST = 6, 9, 14
+PAUSE_S = 1.0
+
+
+@dataclass
+class Seen:
+    """The run, and what is known of it from outside.
+
+    Args:
+        folder: Its files.
+        run: What they tell.
+        results: What the ranks of the second attempt returned.
+        seconds: From before the first attempt to after the second.
+    """
+
+    folder: Path
+    run: Run
+    results: list[dict[str, Any]]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    folder = tmp_path_factory.mktemp("goodput")
+    began = time.monotonic()
+    first = {"updates": LAST, "save": SAVED, "die": KILLED}
+    killed = run_ranks(jobs_goodput.attempt_with, RANKS, folder, ["backward@2:3", "vote@4:1:exception"], first)
+    # Whoever sees a peer die before it dies itself, fail-stops
+    assert {result.exit_code for result in killed} <= {-9, 86}, "\n".join(result.error for result in killed)
+    time.sleep(PAUSE_S)
+    second = {"updates": LAST, "resume": True}
+    results = values(run_ranks(jobs_goodput.attempt_with, RANKS, folder, ["forward@11:0"], second))
+    seconds = time.monotonic() - began
+    (run,) = read_runs([folder / "log"])
+    return Seen(folder=folder, run=run, results=results, seconds=seconds)
+
+
+def test_every_second_of_every_rank_is_in_one_class(seen: Seen) -> None:
+    assert [rank.rank for rank in seen.run.ranks] == list(range(RANKS))
+    for rank in seen.run.ranks:
+        spent = sum(rank.totals.values())
+        assert spent == pytest.approx(rank.elapsed, rel=1e-3)
+        # The processes were started and ended in between
+        assert seen.seconds - 3.0 < spent < seen.seconds
+        print(f"rank {rank.rank}: classes {spent:.4f} s, wall clock {rank.elapsed:.4f} s, outside {seen.seconds:.4f} s")
+
+
+def test_the_restart_is_one_attempt_more(seen: Seen) -> None:
+    summary = seen.run.summary()
+    assert (summary.ranks, summary.attempts, summary.updates) == (RANKS, 2, LAST)
+    assert [one["updates"] for one in seen.results] == [LAST] * RANKS
+    for rank in seen.run.ranks:
+        first, second = rank.attempts
+        assert (first.completed, second.completed) == (False, True)
+        assert (first.frontier, second.frontier) == (0, SAVED)
+        ((gap_began, gap_ended),) = rank.gaps
+        assert gap_ended - gap_began == pytest.approx(rank.totals[TimeClass.INFRASTRUCTURE_RECOVERY])
+        assert gap_ended - gap_began > PAUSE_S
+        assert second.start == pytest.approx(seen.results[rank.rank]["began"], abs=0.5)
+
+
+def test_what_was_committed_before_counts_as_replayed(seen: Seen) -> None:
+    step_s = 2 * jobs_goodput.STEP_S
+    for rank in seen.run.ranks:
+        # The last total of the killed attempt may be a second old, but no more
+        replays = rank.attempts[0].reached - SAVED
+        assert 0 <= KILLED - replays - SAVED <= 1 / step_s
+        assert rank.totals[TimeClass.REPLAYED_UPDATES] >= replays * step_s
+        assert rank.totals[TimeClass.PRODUCTIVE] >= (LAST - 1 / step_s) * step_s
+
+
+def test_three_incidents(seen: Seen) -> None:
+    incidents = seen.run.summary().incidents
+    assert [(one.frontier, one.action, one.outcome) for one in incidents] == [
+        (2, "redo", "recovered"), (4, "roll_forward", "recovered"), (11, "redo", "recovered"),
+    ]  # fmt: skip
+    for cls in (TimeClass.GROUP_REPAIR, TimeClass.REDONE_WORK, TimeClass.GUARD, TimeClass.CHECKPOINT_SAVE,
+                TimeClass.CHECKPOINT_RESTORE, TimeClass.PROGRAM_STARTUP):  # fmt: skip
+        assert seen.run.summary().totals[cls] > 0, cls
+
+
+def test_the_report_tells_the_same(seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--json", str(seen.folder / "log")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["elapsed_s"] == pytest.approx(sum(told["totals"].values()), rel=1e-9)
+    assert (told["run"], told["attempts"], len(told["incidents"])) == ("log", 2, 3)
+    assert main(["report", str(seen.folder / "log")]) == 0
+    assert f"{LAST} updates committed" in capsys.readouterr().out
+
+
+def test_the_node_exporters_files_hold_the_last_attempt(seen: Seen) -> None:
+    for rank in seen.run.ranks:
+        text = (seen.folder / "metrics" / f"accelpact-rank{rank.rank}.prom").read_text()
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+        seconds = {one.labels["class"]: one.value for one in samples if one.name == "accelpact_time_seconds_total"}
+        assert sum(seconds.values()) == pytest.approx(sum(rank.attempts[-1].totals.values()), rel=1e-3)
+        (frontier,) = [one.value for one in samples if one.name == "accelpact_committed_updates"]
+        assert frontier == LAST
