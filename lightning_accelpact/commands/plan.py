@@ -16,11 +16,13 @@ from rich.console import Console
 
 from lightning_accelpact.commands import CommandError
 from lightning_accelpact.goodput.failures import Failures
+from lightning_accelpact.goodput.observed import observed_failures
 from lightning_accelpact.goodput.plan import PlanInputs, PlanRow, plan
 from lightning_accelpact.goodput.plan_view import render_plan
 from lightning_accelpact.goodput.plots import PlotsUnavailable, write_plots
 from lightning_accelpact.goodput.presets import FAILURES, WORKLOADS
 from lightning_accelpact.goodput.ranges import Range, over
+from lightning_accelpact.goodput.run import RunError, read_runs
 from lightning_accelpact.goodput.simulation import Arrivals
 
 # Field of PlanInputs, which the option is named after -> help
@@ -62,6 +64,7 @@ def add_plan(commands: Any) -> None:
     _add_options(cluster, _CLUSTER)
     failures = parser.add_argument_group("its failures")
     failures.add_argument("--failures", choices=sorted(FAILURES), default="llama3", help="published (default: llama3)")
+    failures.add_argument("--log", nargs="+", type=Path, metavar="RUN", help="those of own runs, instead (log_dir)")
     failures.add_argument("--failures-per-day", type=_amount, metavar="N", help="of the whole cluster, instead")
     failures.add_argument("--variation", type=float, metavar="N", help="of the times between: 1 is Poisson, more bursts")
     failures.add_argument("--cascade-share", type=float, default=0.0, metavar="N", help="that follow upon another")
@@ -110,7 +113,7 @@ def run_plan(options: argparse.Namespace) -> int:
             raise ValueError(f"days must be finite and at least 0, got {options.days!r}; 0 leaves the simulation out")
         rows = plan(inputs, simulated_days=options.days, seed=options.seed, arrivals=arrivals)
         files = write_plots(inputs, options.plots) if options.plots else []
-    except (ValueError, PlotsUnavailable) as error:
+    except (ValueError, RunError, PlotsUnavailable) as error:
         raise CommandError(_with_options(str(error))) from error
     if options.json:
         print(json.dumps(_to_dict(inputs, rows), allow_nan=False))
@@ -138,6 +141,8 @@ def _inputs(options: argparse.Namespace) -> PlanInputs:
 
 def _failures(options: argparse.Namespace, gpus: int) -> Failures:
     failures = FAILURES[options.failures]
+    if options.log:
+        failures = observed_failures([run.summary() for run in read_runs(options.log)])
     if options.failures_per_day is not None:
         per_gpu_day = over(lambda per_day: per_day / max(gpus, 1), per_day=options.failures_per_day)
         source = f"as given; their classes as of {failures.name}"

@@ -151,7 +151,9 @@ class GoodputAccount:
             self._timed = (frontier, productive)
         elapsed = self.ledger.elapsed
         shortest, longest = _KEEP_AFTER_S
-        if elapsed >= self._kept_at + min(max(shortest, _KEEP_SHARE * elapsed), longest):
+        # Rather between two updates, where all time of theirs has its class; a long one is not waited for
+        after = min(max(shortest, _KEEP_SHARE * elapsed), longest) if frontier > timed else longest
+        if elapsed >= self._kept_at + after:
             self._keep(frontier)
 
     def _keep(self, frontier: int, *, ended: str | None = None) -> None:
@@ -166,7 +168,7 @@ class GoodputAccount:
         self._kept_at = self.ledger.elapsed
         record = self._totals(frontier)
         productive = record["totals"][TimeClass.PRODUCTIVE.value]
-        spent = {name: seconds for name, seconds in record["totals"].items() if seconds}
+        spent = {name: round(seconds, 6) for name, seconds in record["totals"].items() if seconds}
         kept = {
             "kind": "totals", "time": time.time(), "totals": spent, "frontier": frontier,
             "updates": record["updates"], "update_s": record["update_s"],
