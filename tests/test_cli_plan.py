@@ -100,9 +100,7 @@ def test_without_matplotlib_it_says_how_to_get_it(
      ([*OWN, "--cascade-share", "1"], "--cascade-share must be from 0 to below 1, got 1.0"),
      ([*OWN, "--variation", "0"], "--variation must be finite and more than 0, got 0.0; 1 is Poisson")],
 )  # fmt: skip
-def test_bad_input_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_bad_input_is_one_sentence(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert message in refused(capsys, *arguments)
 
 

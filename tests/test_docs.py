@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from lightning_accelpact import FabricHSDPStrategy, GoodputCallback, GoodputOptions, ResilientHSDPStrategy
+from lightning_accelpact.goodput import TimeClass
+from lightning_accelpact.goodput.plan import PlanInputs, plan
+from lightning_accelpact.goodput.plan_view import duration
+from lightning_accelpact.goodput.presets import FAILURES, LLAMA_3, WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| `(\w+)` \| `([^`]+)` \|", re.MULTILINE)
@@ -42,3 +46,24 @@ def test_readme_names_real_options() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
     assert not missing
+
+
+def test_the_plan_shown_is_what_the_planner_says() -> None:
+    workload = WORKLOADS["llama3-405b"]
+    names = ("gpus", "update_s", "state_gb", "checkpoint_gb_s", "replica_gpus")
+    rows = plan(PlanInputs(failures=LLAMA_3, **{name: getattr(workload, name) for name in names}))
+    page = (ROOT / "docs" / "goodput.md").read_text()
+    for row in rows:
+        lost = duration(row.outlook.lost_s_per_day)
+        assert f"| {row.method.name} | {100 * row.outlook.goodput:.2f} % | {lost} |" in page
+
+
+def test_every_preset_is_documented() -> None:
+    page = (ROOT / "docs" / "goodput.md").read_text()
+    for name in (*FAILURES, *WORKLOADS):
+        assert f"`{name}`" in page or f" {name}`" in page
+
+
+def test_every_class_of_time_is_documented() -> None:
+    page = (ROOT / "docs" / "goodput.md").read_text()
+    assert [cls.value for cls in TimeClass if f"`{cls.value}`" not in page] == []

@@ -66,15 +66,23 @@ def add_plan(commands: Any) -> None:
     failures.add_argument("--failures", choices=sorted(FAILURES), default="llama3", help="published (default: llama3)")
     failures.add_argument("--log", nargs="+", type=Path, metavar="RUN", help="those of own runs, instead (log_dir)")
     failures.add_argument("--failures-per-day", type=_amount, metavar="N", help="of the whole cluster, instead")
-    failures.add_argument("--variation", type=float, metavar="N", help="of the times between: 1 is Poisson, more bursts")
+    failures.add_argument(
+        "--variation", type=float, metavar="N", help="of the times between: 1 is Poisson, more bursts"
+    )
     failures.add_argument("--cascade-share", type=float, default=0.0, metavar="N", help="that follow upon another")
-    failures.add_argument("--domain-share", type=float, default=0.0, metavar="N", help="of lost nodes: with all replicas")
+    failures.add_argument(
+        "--domain-share", type=float, default=0.0, metavar="N", help="of lost nodes: with all replicas"
+    )
     _add_options(parser.add_argument_group("what the methods need"), _ASSUMPTIONS)
     output = parser.add_argument_group("what to do")
-    output.add_argument("--days", type=float, default=100_000.0, help="to simulate each method (default: 100000; 0: none)")
+    output.add_argument(
+        "--days", type=float, default=100_000.0, help="to simulate each method (default: 100000; 0: none)"
+    )
     output.add_argument("--seed", type=int, default=0, help="of the simulation (default: 0)")
     output.add_argument("--json", action="store_true", help="print one JSON object")
-    output.add_argument("--plots", type=Path, metavar="DIR", help="draw the goodput by cluster size and by interval, SVG")
+    output.add_argument(
+        "--plots", type=Path, metavar="DIR", help="draw the goodput by cluster size and by interval, SVG"
+    )
     parser.set_defaults(command=run_plan)
 
 

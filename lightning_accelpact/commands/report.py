@@ -29,7 +29,10 @@ def add_report(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per run, one a line")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page on all runs, which needs no network")
     parser.add_argument(
-        "--restart-seconds", type=float, metavar="N", help="to relaunch and reload, for what was saved (default: the run's)"
+        "--restart-seconds",
+        type=float,
+        metavar="N",
+        help="to relaunch and reload, for what was saved (default: the run's)",
     )
     parser.set_defaults(command=run_report)
 

@@ -7,6 +7,8 @@ from lightning_accelpact.goodput.account import GoodputAccount, GoodputOptions
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass, append_jsonl, process_age, read_jsonl
 from lightning_accelpact.goodput.model import Recovery, saved_against_restart, time_saved
 from lightning_accelpact.goodput.report import GoodputSummary, IncidentSummary, render, summarize
+from lightning_accelpact.goodput.run import Run, RunError, read_runs
+from lightning_accelpact.goodput.tracking import tracked_values
 
 __all__ = [
     "GoodputAccount",
@@ -15,12 +17,16 @@ __all__ = [
     "IncidentSummary",
     "Ledger",
     "Recovery",
+    "Run",
+    "RunError",
     "TimeClass",
     "append_jsonl",
     "process_age",
     "read_jsonl",
+    "read_runs",
     "render",
     "saved_against_restart",
     "summarize",
     "time_saved",
+    "tracked_values",
 ]

@@ -128,13 +128,15 @@ class GoodputAccount:
         self._replay_until = self._guarded(lambda: reached_before(path), f"read {path}", 0)
         began = time.time() - self.ledger.elapsed
         place = {"rank": self.rank, "world_size": self.world_size, "frontier": frontier}
-        self._append([{"kind": "start", "time": began, **place}])
+        earlier = [{"kind": "incident", **record} for record in self._incidents]
+        self._append([{"kind": "start", "time": began, **place}, *earlier])
 
     def checkpoint(self, frontier: int) -> None:
         """From now on there is a checkpoint of this frontier to restart from."""
         now = time.time()
         self._checkpoints.append((frontier, now))
-        self._append([{"kind": "checkpoint", "time": now, "frontier": frontier}], durable=False)
+        if self._begun:
+            self._append([{"kind": "checkpoint", "time": now, "frontier": frontier}], durable=False)
 
     def time_update(self, frontier: int) -> None:
         """Take in the productive time of the updates committed since the last call, and keep the totals now and then.
@@ -193,7 +195,8 @@ class GoodputAccount:
         self._newest = incidents[-1]
         new = [self._record_of(incident) for incident in incidents[begin:]]
         self._incidents += new
-        self._append([{"kind": "incident", **record} for record in new])
+        if self._begun:
+            self._append([{"kind": "incident", **record} for record in new])
         self._kept_at = -math.inf  # so that the totals right after an incident are kept
 
     @property

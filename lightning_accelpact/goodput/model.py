@@ -94,7 +94,9 @@ def time_saved_by_actions(
     check_amounts(preserved=preserved, redone=redone, healed=healed, restart_s=restart_s)
     check_amounts(repeated_updates=repeated_updates, heal_s=heal_s)
     if repeated_updates > 1:
-        raise ValueError(f"repeated_updates must be from 0 to 1, got {repeated_updates!r}: no more than one is repeated")
+        raise ValueError(
+            f"repeated_updates must be from 0 to 1, got {repeated_updates!r}: no more than one is repeated"
+        )
     replay = {"checkpoint_age": checkpoint_age, "update_s": update_s}
     by_repair = saved_per_recovery(**replay, repair_s=repair_s) + restart_s
     by_heal = saved_per_recovery(**replay, repair_s=heal_s) + restart_s

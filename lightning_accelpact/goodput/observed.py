@@ -31,7 +31,9 @@ def observed_failures(summaries: Sequence[GoodputSummary]) -> Failures:
     gpu_days = sum(summary.wall_s * summary.world_size for summary in summaries) / DAY_S
     count = recovered + restarts
     if not count:
-        raise ValueError(f"nothing has failed in {gpu_days:.3g} GPU-days of these runs: give --failures-per-day instead")
+        raise ValueError(
+            f"nothing has failed in {gpu_days:.3g} GPU-days of these runs: give --failures-per-day instead"
+        )
     node, job = (LLAMA_3.shares[cls] for cls in (FailureClass.NODE, FailureClass.JOB))
     lost = restarts / count / (node + job)
     low, high = poisson_interval(count)

@@ -79,7 +79,9 @@ class _Families:
         for name, amount in record["totals"].items():
             seconds.add_metric([rank, name], amount)
         incidents = CounterMetricFamily(
-            "accelpact_incidents", "Incidents of this attempt by action and outcome.", labels=["rank", "action", "outcome"]
+            "accelpact_incidents",
+            "Incidents of this attempt by action and outcome.",
+            labels=["rank", "action", "outcome"],
         )
         for (action, outcome), count in _counts(record["incidents"]).items():
             incidents.add_metric([rank, action, outcome], count)

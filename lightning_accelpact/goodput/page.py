@@ -141,7 +141,10 @@ class _RunView:
     def faults(self, rank: RankRun) -> list[tuple[float, str]]:
         """Position and description of each incident of a rank."""
         return [
-            (self.position(one["time"]), f"update {one['frontier']}: {one['action'] or 'undecided'}, {one['outcome'] or 'open'}")
+            (
+                self.position(one["time"]),
+                f"update {one['frontier']}: {one['action'] or 'undecided'}, {one['outcome'] or 'open'}",
+            )
             for attempt in rank.attempts
             for one in attempt.incidents
         ]
@@ -154,7 +157,9 @@ class _RunView:
     def ticks(self) -> list[tuple[float, str]]:
         """Position and label of round times."""
         step = next(step for step in _STEPS if self.length / step <= 6 or step == _STEPS[-1])
-        return [(100 * number * step / self.length, _tick(number * step)) for number in range(int(self.length / step) + 1)]
+        return [
+            (100 * number * step / self.length, _tick(number * step)) for number in range(int(self.length / step) + 1)
+        ]
 
     @property
     def savings(self) -> list[tuple[str, float, float, float]]:
@@ -241,4 +246,3 @@ def span(seconds: float) -> str:
 def _share(part: float, whole: float) -> str:
     share = part / whole if whole > 0 else 0.0
     return "<0.1 %" if 0 < share < 0.0005 else f"{100 * share:.1f} %"
-

@@ -92,7 +92,9 @@ class PlanInputs:
                 f" {self.gpus}: there is no replica otherwise"
             )
         if not any(bounds(self.failures.per_gpu_day)):
-            raise ValueError(f"{self.failures.name} must be more than 0, got 0: without failures nothing is to plan for")
+            raise ValueError(
+                f"{self.failures.name} must be more than 0, got 0: without failures nothing is to plan for"
+            )
 
     def _require(self, name: str, holds: Callable[[float], bool], allowed: str, remedy: str) -> None:
         value = getattr(self, name)

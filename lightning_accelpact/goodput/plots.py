@@ -59,9 +59,7 @@ def write_plots(inputs: PlanInputs, folder: Path) -> list[Path]:
     return files
 
 
-def _draw(
-    axes: Axes, positions: list[float], goodputs: dict[str, list[float]], mark: float | None, label: str
-) -> None:
+def _draw(axes: Axes, positions: list[float], goodputs: dict[str, list[float]], mark: float | None, label: str) -> None:
     for (name, values), style in zip(goodputs.items(), _styles(len(goodputs)), strict=True):
         axes.plot(positions, [100 * value for value in values], style, label=name, linewidth=1.6)
     if mark is not None:

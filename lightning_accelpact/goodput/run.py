@@ -212,7 +212,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _files(folder: Path) -> list[Path]:
-    numbered = {match[1]: path for path in folder.iterdir() if (match := re.fullmatch(r"goodput-rank(\d+)\.jsonl", path.name))}
+    numbered = {
+        match[1]: path for path in folder.iterdir() if (match := re.fullmatch(r"goodput-rank(\d+)\.jsonl", path.name))
+    }
     if not numbered:
         raise RunError(f"{folder} holds no goodput-rank<rank>.jsonl: give the folder that was the log_dir of a run")
     return [numbered[rank] for rank in sorted(numbered, key=int)]
@@ -222,7 +224,9 @@ def _read_run(folder: Path, files: Iterable[Path]) -> Run:
     ranks = sorted((_read_rank(file) for file in files), key=lambda one: one.rank)
     doubled = sorted({one.rank for one in ranks if [other.rank for other in ranks].count(one.rank) > 1})
     if doubled:
-        raise RunError(f"{folder}: several files are of the ranks {doubled}; give each run a folder (log_dir) of its own")
+        raise RunError(
+            f"{folder}: several files are of the ranks {doubled}; give each run a folder (log_dir) of its own"
+        )
     return Run(name=folder.resolve().name, ranks=tuple(ranks))
 
 

@@ -23,9 +23,7 @@ def tracked_values(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     Returns:
         As of :func:`named_values`.
     """
-    seconds = {
-        cls: sum(record["totals"].get(cls.value, 0.0) for record in records) for cls in TimeClass
-    }
+    seconds = {cls: sum(record["totals"].get(cls.value, 0.0) for record in records) for cls in TimeClass}
     return named_values(seconds, max(len(record["incidents"]) for record in records))
 
 

@@ -20,7 +20,10 @@ RECORD = {
 
 def samples(text: str, parse: object) -> dict[tuple[str, ...], float]:
     return {
-        (sample.name, *(sample.labels[name] for name in ("rank", "class", "action") if name in sample.labels)): sample.value
+        (
+            sample.name,
+            *(sample.labels[name] for name in ("rank", "class", "action") if name in sample.labels),
+        ): sample.value
         for family in parse(text)
         for sample in family.samples
     }

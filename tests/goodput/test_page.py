@@ -33,7 +33,9 @@ class Parsed(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self._hidden = tag in ("style", "script")
-        self.loaded += [f"{tag} {name}={value}" for name, value in attributes if name in ("src", "href", "srcset", "data")]
+        self.loaded += [
+            f"{tag} {name}={value}" for name, value in attributes if name in ("src", "href", "srcset", "data")
+        ]
         self.loaded += [tag] if tag in ("script", "link", "iframe", "img", "object") else []
 
     def handle_endtag(self, tag: str) -> None:
@@ -65,8 +67,15 @@ def test_it_says_what_the_summary_says(folder: Path) -> None:
     (run,) = read_runs([folder / "with-faults"])
     summary = run.summary()
     assert f"{summary.goodput:.1%}".replace("%", " %") in text
-    for expected in ("120 updates in 3.0 min", "4 ranks, 2 attempts", "3 of 3 incidents recovered in memory",
-                     "replayed updates", "rank 3", "backward redo recovered", "30.0 s to relaunch and reload"):
+    for expected in (
+        "120 updates in 3.0 min",
+        "4 ranks, 2 attempts",
+        "3 of 3 incidents recovered in memory",
+        "replayed updates",
+        "rank 3",
+        "backward redo recovered",
+        "30.0 s to relaunch and reload",
+    ):
         assert expected in text
     assert "Comparison" not in text
     for cls, seconds in summary.totals.items():

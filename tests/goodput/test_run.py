@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from lightning_accelpact.goodput import GoodputAccount, GoodputOptions, Ledger, TimeClass, append_jsonl
 from lightning_accelpact.goodput.run import Run, RunError, log_path, reached_before, read_runs
+from lightning_accelpact.recovery.incident import Incident
 
 
 def start(time: float, frontier: int = 0, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
@@ -112,6 +114,22 @@ def test_updates_committed_before_become_replays(tmp_path: Path) -> None:
     spent = account.ledger.totals()
     assert (spent[TimeClass.REPLAYED_UPDATES], spent[TimeClass.PRODUCTIVE]) == (4.0, 4.0)
     assert account.record(7, [])["update_s"] == 2.0
+
+
+def test_what_comes_before_the_first_update_belongs_to_the_attempt(tmp_path: Path) -> None:
+    """A load writes no line of the attempt before, and a fault in set-up is not lost."""
+    write(tmp_path, start(0.0), totals(10.0, 5, productive=10.0))
+    account = account_on(tmp_path, Clock())
+    now_s = time.time() + 1
+    early = Incident(rank=0, number=1, generation=1, time=now_s, source="notice", reason="reset", phase="committed",
+                     frontier=3, outcome="recovered")  # fmt: skip
+    account.checkpoint(3)
+    account.take_in([early])
+    assert len(log_path(tmp_path, 0).read_text().splitlines()) == 2
+    account.begin(3)
+    before, now = only(tmp_path).ranks[0].attempts
+    assert (before.checkpoints, before.incidents, now.frontier) == ((), (), 3)
+    assert [(one["frontier"], one["checkpoint"]) for one in now.incidents] == [(3, 3)]
 
 
 def test_totals_are_kept_every_second_at_first_and_every_half_minute_later(tmp_path: Path) -> None:
