@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_accelpact.goodput.failures import FailureClass, Failures
+from lightning_accelpact.goodput.failures import DAY_S, FailureClass, Failures
 from lightning_accelpact.goodput.method import Handling, Method, Outlook, outlook
 from lightning_accelpact.goodput.presets import PAPER_BOUNDARY, PAPER_GUARD, PAPER_REPAIR_S
 from lightning_accelpact.goodput.ranges import Range, bounds, likely, over
@@ -177,7 +177,6 @@ class PlanRow:
         method: At the likely values of the inputs.
         outlook: Likewise, by the closed form.
         goodput: With its range, if an input has one.
-        lost_s_per_day: Seconds a day that are not kept work, likewise.
         break_even: Failures a day from which on it loses less than a cold restart: 0 if always, None if never. At the
             likely values of the other inputs.
         simulation: None if it was not asked for.
@@ -186,9 +185,16 @@ class PlanRow:
     method: Method
     outlook: Outlook
     goodput: float | Range
-    lost_s_per_day: float | Range
     break_even: float | None
     simulation: Simulation | None
+
+    @property
+    def lost_s_per_day(self) -> float | Range:
+        """Seconds a day that are not kept work, likewise."""
+        low, high = (DAY_S * (1 - goodput) for goodput in reversed(bounds(self.goodput)))
+        if isinstance(self.goodput, Range):
+            return Range(low=low, likely=DAY_S * (1 - self.goodput.likely), high=high)
+        return low
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain JSON values; without any checkpoint, the interval is None."""
@@ -238,8 +244,7 @@ def plan(
         PlanRow(
             method=method,
             outlook=outlook(method, failures_per_day=per_day, shares=one.failures.shares),
-            goodput=_over_ranges(inputs, index, lambda found: found.goodput),
-            lost_s_per_day=_over_ranges(inputs, index, lambda found: found.lost_s_per_day),
+            goodput=_goodput(inputs, index),
             break_even=break_even(method, candidates[0], one.failures) if index else None,
             simulation=simulate(
                 method, failures_per_day=per_day, shares=one.failures.shares, days=simulated_days, seed=seed,
@@ -250,13 +255,13 @@ def plan(
     ]  # fmt: skip
 
 
-def _over_ranges(inputs: PlanInputs, index: int, value: Callable[[Outlook], float]) -> float | Range:
-    """A value of the closed form, with its range."""
+def _goodput(inputs: PlanInputs, index: int) -> float | Range:
+    """Of one method by the closed form, with its range: each combination of the inputs' ends is tried."""
 
     def at(**values: float) -> float:
         one = inputs.at(**values)
         per_day = likely(one.failures.per_day(one.gpus))
-        return value(outlook(methods(one)[index], failures_per_day=per_day, shares=one.failures.shares))
+        return outlook(methods(one)[index], failures_per_day=per_day, shares=one.failures.shares).goodput
 
     return over(at, **inputs.ranges)
 
