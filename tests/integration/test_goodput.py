@@ -10,6 +10,7 @@ from typing import Any
 
 import jobs_goodput
 import pytest
+from browser import count, screenshot
 from cluster import run_ranks, values
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
@@ -106,6 +107,23 @@ def test_the_report_tells_the_same(seen: Seen, capsys: pytest.CaptureFixture[str
     assert (told["run"], told["attempts"], len(told["incidents"])) == ("log", 2, 3)
     assert main(["report", str(seen.folder / "log")]) == 0
     assert f"{LAST} updates committed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dark", "colours"),
+    # The page, productive time, restarts, start-up
+    [(False, ("#f6f7f9", "#2a9d6f", "#b2326b", "#8b95a5")), (True, ("#12161c", "#37b583", "#d0508a", "#76818f"))],
+)
+def test_the_page_shows_the_run(seen: Seen, tmp_path: Path, dark: bool, colours: tuple[str, ...]) -> None:
+    page = tmp_path / "report.html"
+    assert main(["report", str(seen.folder / "log"), "--html", str(page), "--json"]) == 0
+    picture = screenshot(page, tmp_path / "report.png", width=1100, height=1300, dark=dark)
+    for colour in colours:
+        assert count(picture, colour) > 5000, colour
+    # A redo, a roll-forward and a redo on each rank's line, and three rows
+    text = page.read_text()
+    assert text.count('class="fault"') == 3 * RANKS
+    assert text.count('<td class="good">recovered</td>') == 3
 
 
 def test_the_node_exporters_files_hold_the_last_attempt(seen: Seen) -> None:
