@@ -130,7 +130,7 @@ class GoodputCallback(Callback):
         """Remember where training begins, and whether it is at a checkpoint."""
         if self._after_all not in trainer.callbacks:
             trainer.callbacks.append(self._after_all)
-        self._account.begin(_frontier(trainer), resumed=self._resumed)
+        self._account.begin(_frontier(trainer), resumed=self._resumed, step=trainer.global_step)
         self._logged.begin(trainer)
         self._ledger.switch(TimeClass.DATA_LOADING)
 

@@ -53,8 +53,9 @@ class Dies(pl.Callback):
 def attempt(
     folder: Path, faults: list[str], *, updates: int, save: int = -1, die: int = -1, resume: bool = False
 ) -> dict[str, Any]:
-    """One attempt; says what it committed and where its time began."""
-    began = time.time()
+    """One attempt; says what it committed, and writes down when its work begins and ends."""
+    moments = folder / f"moments-{os.environ['RANK']}.txt"
+    _note(moments)
     pl.seed_everything(11, workers=True, verbose=False)
     checkpoint = folder / "last.ckpt"
     strategy = ResilientHSDPStrategy(
@@ -67,7 +68,13 @@ def attempt(
         enable_model_summary=False, callbacks=[Saves(checkpoint, save), Dies(die)],
     )  # fmt: skip
     trainer.fit(Slow(), ckpt_path=checkpoint if resume else None)
-    return {"began": began, "updates": strategy.committed_updates, "incidents": len(strategy.incidents)}
+    _note(moments)
+    return {"updates": trainer.global_step, "incidents": len(strategy.incidents)}
+
+
+def _note(path: Path) -> None:
+    with path.open("a") as file:
+        file.write(f"{time.time()}\n")
 
 
 def attempt_with(folder: Path, faults: list[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def incident(rank: int, **changes: Any) -> dict[str, Any]:
         total_s=0.02 + rank / 1000,
         redo_s=0.5,
     )
-    return {**record.to_dict(), "checkpoint": None, **changes}
+    return {**record.to_dict(), "checkpoint": None, "offset": 0, **changes}
 
 
 def rank_record(rank: int, world_size: int, **changes: Any) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def rank_record(rank: int, world_size: int, **changes: Any) -> dict[str, Any]:
 def write(path: Path, records: Sequence[dict[str, Any]], rank: int, *, ended: str | None = "completed") -> Path:
     """What one rank appends in one attempt: its own record, and the summary of these ranks' records."""
     own = next(one for one in records if one["rank"] == rank)
-    place = {"rank": rank, "world_size": own["world_size"], "frontier": 0}
-    kept = {"totals": own["totals"], "frontier": own["updates"], "updates": own["updates"],
+    place = {"rank": rank, "world_size": own["world_size"], "step": 0}
+    kept = {"totals": own["totals"], "updates": own["updates"],
             "update_s": own["update_s"], "unfinished_s": 0.0, "ended": ended}  # fmt: skip
     append_jsonl(path, [{"kind": "start", "time": 50.0, **place}])
     append_jsonl(path, [{"kind": "incident", **one} for one in own["incidents"]])
@@ -151,7 +151,7 @@ def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("change", [{"totals": {"unheard_of": 1.0}}, {"totals": 3}, {"time": None}])
 def test_other_version_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]) -> None:
     path = write(tmp_path / "goodput-rank0.jsonl", [rank_record(0, 1)], 0)
-    append_jsonl(path, [{"kind": "totals", "time": 1.0, "frontier": 1, **change}])
+    append_jsonl(path, [{"kind": "totals", "time": 1.0, "updates": 1, **change}])
     assert main(["report", str(path)]) == 1
     assert "another version of accelpact" in capsys.readouterr().err
 

@@ -50,14 +50,14 @@ class _Rank:
 
     def attempt(self, start: float, frontier: int, until: int, saved: int) -> None:
         self.now, self._seconds, self._begin = start, {}, frontier
-        self._append({"kind": "start", "time": start, "frontier": frontier, **self._place})
+        self._append({"kind": "start", "time": start, "step": frontier, **self._place})
         self._spend(**_STARTUP)
         if frontier:
             self._spend(checkpoint_restore=2.5)
         for update in range(frontier, until):
             self._update(update)
             if update + 1 == saved:
-                self._append({"kind": "checkpoint", "time": self.now, "frontier": saved})
+                self._append({"kind": "checkpoint", "time": self.now})
                 self._spend(checkpoint_save=1.5)
             self._totals(update + 1)
 
@@ -82,7 +82,7 @@ class _Rank:
             action="redo", verb="redo", outcome="recovered", redo_s=0.6, redone_micro_batches=2, attempts=1,
             total_s=sum(spent.values()) - spent["detect_s"], **spent,
         )  # fmt: skip
-        self._append({"kind": "incident", **incident.to_dict(), "checkpoint": 60 if update > 60 else None})
+        self._append({"kind": "incident", **incident.to_dict(), "checkpoint": 60 if update > 60 else None, "offset": 0})
         self._spend(detection=spent["detect_s"], group_repair=incident.total_s, redone_work=0.6)
 
     def _spend(self, **seconds: float) -> None:
@@ -91,7 +91,7 @@ class _Rank:
             self.now += amount
 
     def _totals(self, frontier: int, ended: str | None = None) -> None:
-        self._append({"kind": "totals", "time": self.now, "totals": dict(self._seconds), "frontier": frontier,
+        self._append({"kind": "totals", "time": self.now, "totals": dict(self._seconds),
                       "updates": frontier - self._begin, "update_s": 1.05, "unfinished_s": 0.0, "ended": ended})  # fmt: skip
 
     def end(self, updates: int, restart_s: float | None) -> None:

@@ -94,7 +94,9 @@ class GoodputAccount:
         self._checkpoints: list[tuple[int, float]] = []
         self._incidents: list[dict[str, Any]] = []
         self._newest: Incident | None = None
-        # The frontier that an earlier attempt at the run had reached: updates up to there are replays
+        # What to add to a frontier to count from the beginning of the run; None if earlier attempts are not known
+        self._offset: int | None = None
+        # How far earlier attempts at the run had come: updates up to there are replays
         self._replay_until = 0
         self._begun = False
         self._kept_at = -math.inf
@@ -103,13 +105,16 @@ class GoodputAccount:
         """The time before the ledger was made went to the program's start, which was ``age`` seconds ago."""
         self.ledger.backdate(TimeClass.PROGRAM_STARTUP, max(0.0, age - self.ledger.elapsed))
 
-    def begin(self, frontier: int, *, resumed: bool = False) -> None:
+    def begin(self, frontier: int, *, resumed: bool = False, step: int | None = None) -> None:
         """Updates begin.
 
         Args:
             frontier: The committed frontier now, from which this run's updates count on.
             resumed: Whether a checkpoint has just been read.
+            step: Updates since the beginning of the run, those of earlier attempts that a checkpoint kept among them.
+                None if that is not known: then no update is taken for a replay.
         """
+        self._offset = None if step is None else step - frontier
         if self._origin is not None and frontier < self._origin + self._updates:
             self._checkpoints.clear()  # this run counts from 0 again, and they bear the numbers of the last one
         if resumed:
@@ -127,16 +132,20 @@ class GoodputAccount:
         path = log_path(self.options.log_dir, self.rank)
         self._replay_until = self._guarded(lambda: reached_before(path), f"read {path}", 0)
         began = time.time() - self.ledger.elapsed
-        place = {"rank": self.rank, "world_size": self.world_size, "frontier": frontier}
-        earlier = [{"kind": "incident", **record} for record in self._incidents]
+        place = {"rank": self.rank, "world_size": self.world_size, "step": self._step(frontier)}
+        earlier = [{"kind": "incident", **record, "offset": self._offset or 0} for record in self._incidents]
         self._append([{"kind": "start", "time": began, **place}, *earlier])
+
+    def _step(self, frontier: int) -> int | None:
+        """Updates since the beginning of the run, None if that is not known."""
+        return None if self._offset is None else self._offset + frontier
 
     def checkpoint(self, frontier: int) -> None:
         """From now on there is a checkpoint of this frontier to restart from."""
         now = time.time()
         self._checkpoints.append((frontier, now))
         if self._begun:
-            self._append([{"kind": "checkpoint", "time": now, "frontier": frontier}], durable=False)
+            self._append([{"kind": "checkpoint", "time": now}], durable=False)
 
     def time_update(self, frontier: int) -> None:
         """Take in the productive time of the updates committed since the last call, and keep the totals now and then.
@@ -148,7 +157,8 @@ class GoodputAccount:
             productive = self.ledger.totals()[TimeClass.PRODUCTIVE]
             per_update = (productive - before) / (frontier - timed)
             self._update_seconds.append(per_update)
-            replayed = max(0, min(frontier, self._replay_until) - timed)
+            until = self._replay_until - self._offset if self._offset is not None else 0
+            replayed = max(0, min(frontier, until) - timed)
             productive -= self.ledger.move(TimeClass.PRODUCTIVE, TimeClass.REPLAYED_UPDATES, replayed * per_update)
             self._timed = (frontier, productive)
         elapsed = self.ledger.elapsed
@@ -172,7 +182,7 @@ class GoodputAccount:
         productive = record["totals"][TimeClass.PRODUCTIVE.value]
         spent = {name: round(seconds, 6) for name, seconds in record["totals"].items() if seconds}
         kept = {
-            "kind": "totals", "time": time.time(), "totals": spent, "frontier": frontier,
+            "kind": "totals", "time": time.time(), "totals": spent,
             "updates": record["updates"], "update_s": record["update_s"],
             # Of an update that is not committed yet
             "unfinished_s": max(0.0, productive - self._timed[1]) if self._origin is not None else 0.0,
@@ -181,7 +191,9 @@ class GoodputAccount:
         self._append([kept], durable=ended is not None)
         if self.options.metrics_dir is not None:
             file = MetricsFile(Path(self.options.metrics_dir), rank=self.rank)
-            self._guarded(lambda: file.write(record, frontier), f"write {file.path}", None)
+            done = self._step(frontier)
+            self._guarded(lambda: file.write(record, record["updates"] if done is None else done),
+                          f"write {file.path}", None)  # fmt: skip
 
     def take_in(self, incidents: Sequence[Incident]) -> None:
         """Account for the incidents that are new since the last call, and log them.
@@ -205,13 +217,13 @@ class GoodputAccount:
         return len(self._incidents)
 
     def _record_of(self, incident: Incident) -> dict[str, Any]:
-        """The incident with the frontier of the newest checkpoint that existed when it happened."""
+        """The incident with the newest checkpoint that existed when it happened, and what its frontiers count from."""
         self.ledger.move(TimeClass.PRODUCTIVE, TimeClass.DETECTION, incident.detect_s)
         self.ledger.move(TimeClass.PRODUCTIVE, TimeClass.REDONE_WORK, incident.redo_s)
         earlier = [
             update for update, when in self._checkpoints if when <= incident.time and update <= incident.frontier
         ]
-        return {**incident.to_dict(), "checkpoint": max(earlier, default=None)}
+        return {**incident.to_dict(), "checkpoint": max(earlier, default=None), "offset": self._offset or 0}
 
     def record(self, frontier: int, incidents: Sequence[Incident]) -> dict[str, Any]:
         """This rank's part of the summary as plain JSON values; see :func:`~.report.summarize`.

@@ -40,12 +40,12 @@ class MetricsFile:
                 " 'lightning-accelpact[metrics]', or leave metrics_dir None"
             )
 
-    def write(self, record: Mapping[str, Any], frontier: int) -> None:
+    def write(self, record: Mapping[str, Any], updates: int) -> None:
         """Replace the file.
 
         Args:
             record: Of :meth:`~.account.GoodputAccount.record`.
-            frontier: The committed frontier now.
+            updates: Committed since the beginning of the run, as far as is known.
 
         Raises:
             OSError: if it cannot be written.
@@ -54,7 +54,7 @@ class MetricsFile:
         from prometheus_client.openmetrics.exposition import generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(record, frontier))
+        registry.register(_Families(record, updates))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(f".{os.getpid()}.tmp")  # not *.prom, which would be read
         beside.write_bytes(generate_latest(registry))
@@ -64,9 +64,9 @@ class MetricsFile:
 class _Families:
     """A collector of the families of one rank."""
 
-    def __init__(self, record: Mapping[str, Any], frontier: int) -> None:
+    def __init__(self, record: Mapping[str, Any], updates: int) -> None:
         self._record = record
-        self._frontier = frontier
+        self._updates = updates
 
     def collect(self) -> Iterable[Metric]:
         """The families."""
@@ -89,7 +89,7 @@ class _Families:
         gauges = {
             "accelpact_goodput_ratio": ("Productive share of this attempt.",
                                         record["totals"]["productive"] / elapsed if elapsed > 0 else 0.0),
-            "accelpact_committed_updates": ("The committed frontier.", self._frontier),
+            "accelpact_committed_updates": ("Updates committed since the beginning of the run.", self._updates),
             "accelpact_update_seconds": ("Productive seconds of a typical update.", record["update_s"]),
             "accelpact_written_timestamp_seconds": ("Unix time at which this was written.", time.time()),
         }  # fmt: skip

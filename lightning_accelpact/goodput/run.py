@@ -29,7 +29,6 @@ class Sample:
     Args:
         time: Unix time.
         totals: Seconds of each class since the attempt began; absent ones are 0.
-        frontier: The committed frontier.
         updates: Updates committed since the attempt began.
         update_s: Productive seconds of a typical update; 0 without updates.
         unfinished_s: Productive seconds of an update that was not committed yet.
@@ -38,7 +37,6 @@ class Sample:
 
     time: float
     totals: Mapping[TimeClass, float]
-    frontier: int
     updates: int
     update_s: float
     unfinished_s: float
@@ -48,7 +46,7 @@ class Sample:
     def from_dict(cls, values: Mapping[str, Any]) -> Sample:
         """From its record."""
         totals = {TimeClass(name): seconds for name, seconds in values["totals"].items()}
-        names = ("time", "frontier", "updates", "update_s", "unfinished_s", "ended")
+        names = ("time", "updates", "update_s", "unfinished_s", "ended")
         return cls(totals=totals, **{name: values[name] for name in names})
 
 
@@ -60,9 +58,10 @@ class Attempt:
         rank: Global rank.
         world_size: Number of ranks.
         start: Unix time at which its program started.
-        frontier: The committed frontier it began at.
+        step: Updates of the run that were committed when it began; None if that is not known.
         samples: In time; the last one tells where it ended, as far as is known.
-        incidents: As :meth:`~.recovery.incident.Incident.to_dict` with ``checkpoint``.
+        incidents: As :meth:`~.recovery.incident.Incident.to_dict` with ``checkpoint``; their frontiers count from the
+            beginning of the run, as far as that is known.
         checkpoints: Unix times.
         summary: Of all ranks, if the attempt lived to write one.
     """
@@ -70,7 +69,7 @@ class Attempt:
     rank: int
     world_size: int
     start: float
-    frontier: int
+    step: int | None
     samples: tuple[Sample, ...]
     incidents: tuple[Mapping[str, Any], ...]
     checkpoints: tuple[float, ...]
@@ -82,9 +81,14 @@ class Attempt:
         return self.samples[-1].time if self.samples else self.start
 
     @property
+    def updates(self) -> int:
+        """How many it is known to have committed."""
+        return max((sample.updates for sample in self.samples), default=0)
+
+    @property
     def reached(self) -> int:
-        """The highest frontier that it is known to have committed."""
-        return self.frontier + max((sample.updates for sample in self.samples), default=0)
+        """Updates of the run that were committed when it ended."""
+        return (self.step or 0) + self.updates
 
     @property
     def completed(self) -> bool:
@@ -141,6 +145,13 @@ class RankRun:
         """Seconds from the start of the first attempt to the last that is known, by the wall clock."""
         return self.attempts[-1].end - self.attempts[0].start
 
+    @property
+    def updates(self) -> int:
+        """Updates of the run that all attempts together have committed; replays count twice if they are not known."""
+        if any(attempt.step is None for attempt in self.attempts):
+            return sum(attempt.updates for attempt in self.attempts)
+        return max(attempt.reached for attempt in self.attempts) - (self.attempts[0].step or 0)
+
     def record(self) -> dict[str, Any]:
         """As :func:`~.report.summarize` wants it."""
         totals = self.totals
@@ -150,7 +161,7 @@ class RankRun:
             "world_size": self.attempts[-1].world_size,
             "elapsed": sum(totals.values()),
             "totals": {cls.value: seconds for cls, seconds in totals.items()},
-            "updates": max(one.reached for one in self.attempts) - self.attempts[0].frontier,
+            "updates": self.updates,
             "update_s": median(typical) if typical else 0.0,
             "incidents": [incident for one in self.attempts for incident in one.incidents],
             "attempts": len(self.attempts),
@@ -271,16 +282,23 @@ def _attempt(records: Sequence[Mapping[str, Any]]) -> Attempt:
         rank=start["rank"],
         world_size=start["world_size"],
         start=start["time"],
-        frontier=start["frontier"],
+        step=start["step"],
         samples=tuple(map(Sample.from_dict, of_kind["totals"])),
-        incidents=tuple(of_kind["incident"]),
+        incidents=tuple(map(_from_the_beginning, of_kind["incident"])),
         checkpoints=tuple(one["time"] for one in of_kind["checkpoint"]),
         summary=GoodputSummary.from_dict(summaries[-1]) if summaries else None,
     )
 
 
+def _from_the_beginning(incident: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The incident with frontiers that count from the beginning of the run."""
+    offset, checkpoint = incident["offset"], incident["checkpoint"]
+    shifted = None if checkpoint is None else checkpoint + offset
+    return {**incident, "frontier": incident["frontier"] + offset, "checkpoint": shifted}
+
+
 def reached_before(path: Path) -> int:
-    """The highest frontier that earlier attempts at the run of this file have committed; 0 if there are none.
+    """Updates of the run of this file that earlier attempts have committed; 0 if there are none.
 
     A file of another version counts as none.
 

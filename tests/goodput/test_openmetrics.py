@@ -44,8 +44,8 @@ def test_both_of_prometheus_parsers_read_it(tmp_path: Path, parse: object) -> No
 
 def test_it_is_replaced_as_a_whole(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path, rank=3)
-    for frontier in (1, 2):
-        file.write(RECORD, frontier)
+    for updates in (1, 2):
+        file.write(RECORD, updates)
         assert [path.name for path in tmp_path.iterdir()] == ["accelpact-rank3.prom"]
         assert file.path.read_bytes().endswith(b"# EOF\n")
     assert samples(file.path.read_text(), openmetrics)["accelpact_committed_updates", "3"] == 2

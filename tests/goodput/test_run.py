@@ -17,12 +17,12 @@ from lightning_accelpact.goodput.run import Run, RunError, log_path, reached_bef
 from lightning_accelpact.recovery.incident import Incident
 
 
-def start(time: float, frontier: int = 0, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    return {"kind": "start", "time": time, "frontier": frontier, "rank": rank, "world_size": world_size}
+def start(time: float, step: int | None = 0) -> dict[str, Any]:
+    return {"kind": "start", "time": time, "step": step, "rank": 0, "world_size": 1}
 
 
-def totals(time: float, frontier: int, ended: str | None = None, unfinished_s: float = 0.0, **spent: float) -> dict:
-    return {"kind": "totals", "time": time, "frontier": frontier, "updates": frontier, "update_s": 2.0,
+def totals(time: float, updates: int, ended: str | None = None, unfinished_s: float = 0.0, **spent: float) -> dict:
+    return {"kind": "totals", "time": time, "updates": updates, "update_s": 2.0,
             "unfinished_s": unfinished_s, "ended": ended, "totals": spent}  # fmt: skip
 
 
@@ -76,10 +76,19 @@ def test_incidents_of_all_attempts_count(tmp_path: Path) -> None:
     names = ("generation", "frontier", "detect_s", "admit_s", "agree_s", "retire_s", "rebuild_s", "rebind_s",
              "validate_s", "total_s", "redo_s", "redone_micro_batches", "rank")  # fmt: skip
     one = {"kind": "incident", "source": "notice", "phase": "forward", "action": "redo", "outcome": "recovered",
-           "checkpoint": None, **dict.fromkeys(names, 1)}  # fmt: skip
+           "checkpoint": None, "offset": 0, **dict.fromkeys(names, 1)}  # fmt: skip
     write(tmp_path, start(0.0), {**one, "time": 1.0}, totals(5.0, 2, productive=5.0))
-    write(tmp_path, start(6.0), {**one, "time": 7.0}, totals(9.0, 4, "completed", productive=3.0))
-    assert [incident.frontier for incident in only(tmp_path).summary().incidents] == [1, 1]
+    later = {**one, "time": 7.0, "checkpoint": 0, "offset": 2}
+    write(tmp_path, start(6.0, 2), later, totals(9.0, 4, "completed", productive=3.0))
+    found = only(tmp_path).summary().incidents
+    assert [(incident.frontier, incident.checkpoint) for incident in found] == [(1, None), (3, 2)]
+    assert only(tmp_path).summary().updates == 6
+
+
+def test_attempts_that_do_not_know_their_place_are_added_up(tmp_path: Path) -> None:
+    write(tmp_path, start(0.0, None), totals(5.0, 3, productive=5.0))
+    write(tmp_path, start(6.0, None), totals(9.0, 4, "completed", productive=3.0))
+    assert only(tmp_path).summary().updates == 7
 
 
 def test_a_file_of_another_version_begins_anew(tmp_path: Path) -> None:
@@ -103,17 +112,18 @@ def account_on(folder: Path, clock: Clock) -> GoodputAccount:
     return GoodputAccount(Ledger(clock, base=TimeClass.PRODUCTIVE), GoodputOptions(log_dir=folder))
 
 
-def test_updates_committed_before_become_replays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step", "replayed_s"), [(3, 4.0), (0, 8.0), (5, 0.0), (None, 0.0)])
+def test_updates_committed_before_become_replays(tmp_path: Path, step: int | None, replayed_s: float) -> None:
     write(tmp_path, start(0.0), totals(10.0, 5, productive=10.0))
     clock = Clock()
     account = account_on(tmp_path, clock)
-    account.begin(3, resumed=True)
-    for frontier in (4, 5, 6, 7):
+    account.begin(0, resumed=True, step=step)
+    for frontier in (1, 2, 3, 4):
         clock.now += 2.0
         account.time_update(frontier)
     spent = account.ledger.totals()
-    assert (spent[TimeClass.REPLAYED_UPDATES], spent[TimeClass.PRODUCTIVE]) == (4.0, 4.0)
-    assert account.record(7, [])["update_s"] == 2.0
+    assert (spent[TimeClass.REPLAYED_UPDATES], spent[TimeClass.PRODUCTIVE]) == (replayed_s, 8.0 - replayed_s)
+    assert account.record(4, [])["update_s"] == 2.0
 
 
 def test_what_comes_before_the_first_update_belongs_to_the_attempt(tmp_path: Path) -> None:
@@ -126,10 +136,10 @@ def test_what_comes_before_the_first_update_belongs_to_the_attempt(tmp_path: Pat
     account.checkpoint(3)
     account.take_in([early])
     assert len(log_path(tmp_path, 0).read_text().splitlines()) == 2
-    account.begin(3)
+    account.begin(3, step=7)
     before, now = only(tmp_path).ranks[0].attempts
-    assert (before.checkpoints, before.incidents, now.frontier) == ((), (), 3)
-    assert [(one["frontier"], one["checkpoint"]) for one in now.incidents] == [(3, 3)]
+    assert (before.checkpoints, before.incidents, now.step) == ((), (), 7)
+    assert [(one["frontier"], one["checkpoint"]) for one in now.incidents] == [(7, 7)]
 
 
 def test_totals_are_kept_every_second_at_first_and_every_half_minute_later(tmp_path: Path) -> None:
