@@ -109,7 +109,8 @@ def test_several_runs_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_restart_seconds_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "goodput-rank0.jsonl", [rank_record(0, 1)], 0)
+    # Of one rank of two, whose file holds the summary of both
+    path = write(tmp_path / "goodput-rank0.jsonl", [rank_record(rank, 2) for rank in range(2)], 0)
     (plain,) = reported(capsys, path)
     (given,) = reported(capsys, path, "--restart-seconds", "100")
     assert given["saved_s"] - plain["saved_s"] == pytest.approx(100 - 7)

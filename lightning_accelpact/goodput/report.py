@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import Any
 
@@ -130,6 +130,16 @@ class GoodputSummary:
     def recovered(self) -> tuple[IncidentSummary, ...]:
         """The incidents after which the run went on from memory."""
         return tuple(incident for incident in self.incidents if incident.outcome == "recovered")
+
+    def with_restarts_of(self, restart_s: float | None) -> GoodputSummary:
+        """The same, with the time saved against restarts that take so long.
+
+        Raises:
+            ValueError: if ``restart_s`` is negative or not finite.
+        """
+        recoveries = _recoveries(self.incidents)
+        saved_s = saved_against_restart(recoveries, update_s=self.update_s, restart_s=restart_s, guard_s=self.guard_s)
+        return replace(self, restart_s=restart_s, saved_s=saved_s)
 
     def to_dict(self) -> dict[str, Any]:
         """The summary as plain JSON values, with the goodput."""

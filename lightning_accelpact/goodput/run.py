@@ -188,6 +188,7 @@ class Run:
 
         Raises:
             RunError: if the ranks are not of one run.
+            ValueError: if ``restart_s`` is negative or not finite.
         """
         attempts = [attempt for rank in self.ranks for attempt in rank.attempts]
         summaries = [attempt.summary for attempt in attempts if attempt.summary]
@@ -195,7 +196,7 @@ class Run:
             restart_s = next((summary.restart_s for summary in summaries), None)
         whole = [summary for summary in summaries if summary.ranks == summary.world_size > len(self.ranks)]
         if whole and len(attempts) == len(self.ranks):
-            return whole[0]
+            return whole[0].with_restarts_of(restart_s)
         sizes = sorted({rank.attempts[-1].world_size for rank in self.ranks})
         if len(sizes) > 1:
             raise RunError(
