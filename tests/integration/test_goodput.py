@@ -94,9 +94,10 @@ def test_what_was_committed_before_counts_as_replayed(seen: Seen) -> None:
 
 def test_three_incidents(seen: Seen) -> None:
     incidents = seen.run.summary().incidents
-    assert [(one.frontier, one.action, one.outcome) for one in incidents] == [
-        (2, "redo", "recovered"), (4, "roll_forward", "recovered"), (11, "redo", "recovered"),
-    ]  # fmt: skip
+    assert [(one.frontier, one.outcome) for one in incidents] == [(2, "recovered"), (4, "recovered"), (11, "recovered")]
+    # A lost vote is rolled forward if all stand at theirs by then; else the update runs again
+    assert [one.action == "redo" or (one.frontier, one.action) == (4, "roll_forward") for one in incidents] == [True] * 3
+    assert [one.checkpoint for one in incidents] == [None, None, SAVED]
     for cls in (TimeClass.GROUP_REPAIR, TimeClass.REDONE_WORK, TimeClass.GUARD, TimeClass.CHECKPOINT_SAVE,
                 TimeClass.CHECKPOINT_RESTORE, TimeClass.PROGRAM_STARTUP):  # fmt: skip
         assert seen.run.summary().totals[cls] > 0, cls
