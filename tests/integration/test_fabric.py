@@ -194,7 +194,9 @@ def test_the_account_of_a_run(tmp_path: Path) -> None:
                      "group_repair", "redone_work"}  # fmt: skip
     assert [result.output.count("4 updates committed") for result in results] == [1, 0]
     lines = [json.loads(line) for line in (tmp_path / "goodput-rank1.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["incident", "summary"]
+    kinds = [line["kind"] for line in lines]
+    assert [kind for kind in kinds if kind != "totals"] == ["start", "checkpoint", "incident", "summary"]
+    assert (lines[-2]["ended"], lines[-2]["updates"]) == ("completed", 4)
 
 
 # -- misuse, and the end
