@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_accelpact.cli import main
-from lightning_accelpact.goodput.plan import PlanInputs, methods
+from lightning_accelpact.goodput.methods import methods
+from lightning_accelpact.goodput.plan_inputs import PlanInputs
 from lightning_accelpact.goodput.presets import LLAMA_3, PAPER_16
 
 OWN = ["--gpus", "64", "--update-s", "1.5", "--state-gb", "100", "--checkpoint-gb-s", "2", "--days", "100"]

@@ -11,7 +11,8 @@ import pytest
 
 from lightning_accelpact import FabricHSDPStrategy, GoodputCallback, GoodputOptions, ResilientHSDPStrategy
 from lightning_accelpact.goodput import TimeClass
-from lightning_accelpact.goodput.plan import PlanInputs, plan
+from lightning_accelpact.goodput.plan import plan
+from lightning_accelpact.goodput.plan_inputs import PlanInputs
 from lightning_accelpact.goodput.plan_view import duration
 from lightning_accelpact.goodput.presets import FAILURES, LLAMA_3, WORKLOADS
 

@@ -17,7 +17,8 @@ from rich.console import Console
 from lightning_accelpact.commands import CommandError
 from lightning_accelpact.goodput.failures import Failures
 from lightning_accelpact.goodput.observed import observed_failures
-from lightning_accelpact.goodput.plan import PlanInputs, PlanRow, plan
+from lightning_accelpact.goodput.plan import PlanRow, plan
+from lightning_accelpact.goodput.plan_inputs import PlanInputs
 from lightning_accelpact.goodput.plan_view import render_plan
 from lightning_accelpact.goodput.plots import PlotsUnavailable, write_plots
 from lightning_accelpact.goodput.presets import FAILURES, WORKLOADS

@@ -95,6 +95,7 @@ class _RunView:
 
     @property
     def incidents(self) -> Sequence[IncidentSummary]:
+        """Those in the table."""
         return self.summary.incidents[-MAX_INCIDENTS:]
 
     @property
@@ -104,10 +105,12 @@ class _RunView:
 
     @property
     def shown_ranks(self) -> Sequence[RankRun]:
+        """Those in the timeline."""
         return self.run.ranks[:MAX_RANKS]
 
     @property
     def begin(self) -> float:
+        """Unix time of the first start."""
         return min(rank.attempts[0].start for rank in self.run.ranks)
 
     @property

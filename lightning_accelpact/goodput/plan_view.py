@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_accelpact.goodput.failures import FailureClass
-from lightning_accelpact.goodput.plan import PlanInputs, PlanRow
+from lightning_accelpact.goodput.plan import PlanRow
+from lightning_accelpact.goodput.plan_inputs import PlanInputs
 from lightning_accelpact.goodput.ranges import Range, bounds, likely
 
 _KEY = (

@@ -6,7 +6,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_accelpact.goodput.plan import PlanInputs, goodputs_by_interval, goodputs_by_size, methods
+from lightning_accelpact.goodput.methods import methods
+from lightning_accelpact.goodput.plan import goodputs_by_interval, goodputs_by_size
+from lightning_accelpact.goodput.plan_inputs import PlanInputs
 from lightning_accelpact.goodput.ranges import likely
 
 if TYPE_CHECKING:

@@ -10,14 +10,9 @@ import pytest
 
 from lightning_accelpact.goodput.failures import DAY_S
 from lightning_accelpact.goodput.method import outlook
-from lightning_accelpact.goodput.plan import (
-    PlanInputs,
-    PlanRow,
-    goodputs_by_interval,
-    goodputs_by_size,
-    methods,
-    plan,
-)
+from lightning_accelpact.goodput.methods import methods
+from lightning_accelpact.goodput.plan import PlanRow, goodputs_by_interval, goodputs_by_size, plan
+from lightning_accelpact.goodput.plan_inputs import PlanInputs
 from lightning_accelpact.goodput.plan_view import duration
 from lightning_accelpact.goodput.presets import LLAMA_3, LLAMA_3_405B
 from lightning_accelpact.goodput.ranges import Range

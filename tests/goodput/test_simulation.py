@@ -9,7 +9,8 @@ import pytest
 from lightning_accelpact.goodput.completion import daly_completion_time
 from lightning_accelpact.goodput.failures import DAY_S, FailureClass
 from lightning_accelpact.goodput.method import Handling, Method, outlook
-from lightning_accelpact.goodput.plan import PlanInputs, methods
+from lightning_accelpact.goodput.methods import methods
+from lightning_accelpact.goodput.plan_inputs import PlanInputs
 from lightning_accelpact.goodput.presets import LLAMA_3, LLAMA_3_405B
 from lightning_accelpact.goodput.simulation import Arrivals, simulate
 
