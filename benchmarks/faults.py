@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.arguments import show
 from benchmarks.lab import Lab, enter_node, why_not
+from benchmarks.lossy import lose_packets
 from benchmarks.training import Regressor, Workload
 from lightning_accelpact.recovery import session
 from lightning_accelpact.recovery.digest import state_digest
@@ -95,10 +95,6 @@ def _both(scene: Scene) -> None:
     scene.lab.cut("control")
 
 
-def _lose_packets(scene: Scene) -> None:
-    scene.lab.disturb("loss", "5%")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """A kind of fault.
@@ -111,7 +107,7 @@ class Kind:
     """
 
     act: Act | None = None
-    own: Callable[[], None] | None = None
+    own: Callable[[], object] | None = None
     expected: tuple[str, ...] = ("bit_exact",)
     harmless: bool = False
 
@@ -137,7 +133,7 @@ KINDS: dict[str, Kind] = {
     "stopped for ever": Kind(act=_stop(_FOREVER), expected=("fail_stop",)),
     "slow": Kind(own=lambda: time.sleep(2.0), harmless=True),
     "lock held 5 s": Kind(own=lambda: ctypes.PyDLL(None).sleep(5), harmless=True),
-    "5 % of packets lost": Kind(act=_lose_packets, harmless=True),
+    "5 % of packets lost": Kind(own=lambda: lose_packets(0.05), harmless=True),
 }
 
 
@@ -165,7 +161,7 @@ class Trigger(pl.Callback):
         own: What the victim does to itself instead of waiting.
     """
 
-    def __init__(self, folder: Path, phase: str, own: Callable[[], None] | None) -> None:
+    def __init__(self, folder: Path, phase: str, own: Callable[[], object] | None) -> None:
         self._folder = folder
         self._phase = phase
         self._own = own
@@ -382,19 +378,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(reason)
     if options.ranks < 4 or options.ranks % 4:
         parser.error(f"--ranks {options.ranks} must be a multiple of 4: two nodes, and sharding groups of two")
-    kinds = options.kind or [kind for kind in KINDS if kind != "5 % of packets lost" or _can_lose_packets()]
-    figures = measure(kinds=kinds, phases=options.phase or PHASES, ranks=options.ranks, keep=options.keep)
+    figures = measure(kinds=options.kind or KINDS, phases=options.phase or PHASES, ranks=options.ranks, keep=options.keep)
     show(figures, render(figures), options.json)
     return int(bool(figures["hung"] + figures["wrong"] + figures["false_alarms"] + figures["unexpected"]))
-
-
-def _can_lose_packets() -> bool:
-    with Lab() as lab:
-        try:
-            lab.disturb("loss", "5%")
-        except subprocess.CalledProcessError:
-            return False
-    return True
 
 
 if __name__ == "__main__":

@@ -87,11 +87,6 @@ class Lab:
             route = ["route", "del", "blackhole", f"{self.address(1 - node, network)}/32"]
             subprocess.run(["ip", "-n", self._names[node], *route], check=False, capture_output=True, timeout=10)
 
-    def disturb(self, *what: str, network: str = "data") -> None:
-        """Let ``tc netem`` act on all that is sent, as in ``disturb("loss", "5%")``; not every kernel has it."""
-        for name in self._names:
-            _run("tc", "-n", name, "qdisc", "replace", "dev", network, "root", "netem", *what)
-
     def destroy_sockets(self, network: str = "data") -> None:
         """Let the kernel reset every connection over a network."""
         for node, name in enumerate(self._names):
