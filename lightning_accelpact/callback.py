@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from rich.console import Console
 
-from lightning_accelpact.collective import MetricSync
 from lightning_accelpact.goodput import (
     GoodputAccount,
     GoodputOptions,
@@ -21,6 +20,7 @@ from lightning_accelpact.goodput import (
     render,
 )
 from lightning_accelpact.goodput.metric import GoodputMetric
+from lightning_accelpact.metric_sync import MetricSync
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -18,16 +18,16 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_accelpact import loop
-from lightning_accelpact.collective import MetricSync
 from lightning_accelpact.goodput import GoodputAccount, GoodputOptions, GoodputSummary, TimeClass, process_age, render
 from lightning_accelpact.goodput.metric import GoodputMetric
 from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
+from lightning_accelpact.metric_sync import MetricSync
 from lightning_accelpact.participants import Attributes, Metrics, modules_with_attributes
 from lightning_accelpact.recovery import ending, fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPlan
 from lightning_accelpact.recovery.options import RecoveryOptions
-from lightning_accelpact.recovery.update import UpdateMisuse, UpdateRunner
+from lightning_accelpact.recovery.update import UpdateMisuse, UpdateRunner, VotingClosure
 from lightning_accelpact.recovery.window import Buffers, Modes, Window
 
 T = TypeVar("T")
@@ -332,7 +332,7 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         if closure is None:
             vote()
             return step(optimizer, **kwargs)
-        return step(optimizer, closure=_Once(closure, vote), **kwargs)
+        return step(optimizer, closure=VotingClosure(closure, vote), **kwargs)
 
     # -- steps and collectives outside an update
 
@@ -443,28 +443,6 @@ class _GradientSync:
 
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return fsdp2.no_gradient_sync(module, enabled)
-
-
-class _Once:
-    """A closure after which the optimizer writes.
-
-    Args:
-        closure: The user's.
-        vote: Called right after it.
-    """
-
-    def __init__(self, closure: Callable[[], Any], vote: Callable[[], None]) -> None:
-        self._closure = closure
-        self._vote = vote
-        self._called = False
-
-    def __call__(self) -> Any:
-        if self._called:
-            raise UpdateMisuse("the optimizer calls its closure more than once in a step, but there is one vote on it")
-        self._called = True
-        result = self._closure()
-        self._vote()
-        return result
 
 
 def _repoint(optimizer: Optimizer, sharded: dict[int, torch.nn.Parameter]) -> None:

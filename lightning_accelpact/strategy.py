@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_accelpact import loop
 from lightning_accelpact.callback import GoodputCallback
-from lightning_accelpact.collective import MetricSync
 from lightning_accelpact.goodput.ledger import TimeClass
 from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
+from lightning_accelpact.metric_sync import MetricSync
 from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPlan

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, Subset
 from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, MetricCollection, R2Score
 
 from lightning_accelpact.callback import GoodputCallback
-from lightning_accelpact.collective import MetricSync
 from lightning_accelpact.goodput.metric import GoodputMetric
+from lightning_accelpact.metric_sync import MetricSync
 from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultKind, FaultPlan, FaultPoint
 from lightning_accelpact.strategy import ResilientHSDPStrategy

@@ -73,6 +73,8 @@ class RankReport:
         in_place: Whether its pass or vote of the current update can simply go on: no exception has unwound it.
         stuck: Whether the rank is inside a collective outside of any window, which cannot be unwound.
         groups: How far it has come in each of its groups, by name.
+        iterations: Iterations of the user's own loop that it has begun in the current update, where only the loop can
+            run the update again; else 0.
     """
 
     rank: int
@@ -85,6 +87,7 @@ class RankReport:
     in_place: bool = False
     stuck: bool = False
     groups: dict[str, GroupReport] = field(default_factory=dict)
+    iterations: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""
@@ -115,6 +118,7 @@ class Decision:
         reason: One sentence for a person.
         serve: Groups, in this order, with the numbers of the collectives that run again on every member before anybody
             goes on, since some have finished them and some have not.
+        iterations: The most that any rank at ``F*`` has reported.
     """
 
     verbs: tuple[Action, ...]
@@ -122,6 +126,7 @@ class Decision:
     frontier: int
     reason: str
     serve: dict[str, range] = field(default_factory=dict)
+    iterations: int = 0
 
 
 def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple(Action)) -> Decision:
@@ -153,7 +158,14 @@ def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple
     action = max(verbs, key=lambda verb: verb.cost)
     uneven = sorted(_uneven(reports).items()) if Action.RETRY in verbs else []
     serve = {name: _in_doubt(members) for name, members in uneven}
-    return Decision(verbs=verbs, action=action, frontier=frontier, reason=_REASONS[action], serve=serve)
+    return Decision(
+        verbs=verbs,
+        action=action,
+        frontier=frontier,
+        reason=_REASONS[action],
+        serve=serve,
+        iterations=max(report.iterations for report in reports if report.frontier == frontier),
+    )
 
 
 _REASONS = {

@@ -103,6 +103,7 @@ class RepairMachine:
         self.retry = self._make_retry()
         self.guarding = policy.guard  # may change between two updates, on all ranks alike
         self.on_redo: Callable[[], None] = lambda: None
+        self.on_agreed_redo: Callable[[Decision], None] = lambda decision: None  # on every rank, before any on_redo
         self.leave = Leave(control, progress.run)
         self.on_leave: Callable[[], None] = lambda: None
         self._operations = 0  # that all ranks have come to
@@ -530,6 +531,7 @@ class RepairMachine:
     def _conclude(self, decision: Decision, incident: Incident) -> Action:
         if decision.action is Action.REDO:
             self.retry.forget()
+            self.on_agreed_redo(decision)
         self.retry.repaired()
         incident.retried_collectives += self.retry.flying
         if self.progress.rank == 0:

@@ -21,6 +21,7 @@ class Progress:
         micro_batch: Index of the current micro-batch inside the update, from 0.
         intact: False once an optimizer step was cut short while writing.
         obstacle: Why the current update cannot be run again; empty if it can.
+        iterations: Iterations of the user's own loop that the update has begun, where only the loop can run it again.
     """
 
     rank: int
@@ -31,12 +32,13 @@ class Progress:
     micro_batch: int = 0
     intact: bool = True
     obstacle: str = ""
+    iterations: int = 0
 
     def commit(self) -> None:
         """The optimizer has written: the frontier moves."""
         self.frontier += 1
         self.phase = Phase.COMMITTED
-        self.micro_batch = 0
+        self.micro_batch = self.iterations = 0
 
     def report(self, generation: int, **place: Any) -> RankReport:
         """This rank's report for a repair.
@@ -53,5 +55,6 @@ class Progress:
             intact=self.intact,
             replayable=not self.obstacle,
             detail=self.obstacle,
+            iterations=self.iterations,
             **place,
         )

@@ -152,7 +152,17 @@ class HsdpRuntime:
         return self.shape
 
     def start(self, place: Place, *, redo: bool = True) -> None:
-        """Begin a run: control plane, default process group, repair machine, device mesh.
+        """Begin a run: :meth:`begin`, and make the device mesh.
+
+        Args:
+            place: Where this rank runs.
+            redo: Whether the framework's loop can run an update again.
+        """
+        self.begin(place, redo=redo)
+        self.mesh = self.session.mesh(place.device_type, (self.shape.replicate, self.shape.shard))
+
+    def begin(self, place: Place, *, redo: bool = True) -> None:
+        """Begin a run whose framework makes its own device mesh: control plane, default process group, repair machine.
 
         Args:
             place: Where this rank runs.
@@ -171,7 +181,18 @@ class HsdpRuntime:
             digests=lambda: digest.shard_digests(self._root, self.optimizers()),
         )
         self.session.attach(self.machine)
-        self.mesh = self.session.mesh(place.device_type, (self.shape.replicate, self.shape.shard))
+
+    def adopt(self, make_groups: Callable[[], T]) -> T:
+        """Let somebody else make process groups, which repairs replace from then on like the session's own.
+
+        Args:
+            make_groups: Makes them, the same ones on every rank.
+        """
+        with self.session.communicators.adopt("mesh"):
+            result = make_groups()
+        for group in c10d.registered_groups().values():
+            c10d.set_timeout(group, self.options.seconds("collective_timeout"))
+        return result
 
     def _open_session(self, place: Place) -> Session:
         timeout = self.options.seconds("collective_timeout")
@@ -221,7 +242,8 @@ class HsdpRuntime:
             root: Holds everything that is sharded; may still have to be.
         """
         self._root = root
-        self.subject.attach(root, self.session.meshes)
+        meshes = self.session.meshes if self.mesh is None else [*self.session.meshes, self.mesh]
+        self.subject.attach(root, meshes)
 
     def broadcast_weights(self, module: torch.nn.Module) -> None:
         """Start all ranks from rank 0's weights: each may have initialized its own. For a module not sharded yet."""

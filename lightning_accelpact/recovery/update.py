@@ -149,3 +149,25 @@ class UpdateRunner:
         incident.redo_s += max(0.0, incident.time - self._began)
         self._drop_gradients()
         self._window.rewind()
+
+
+class VotingClosure:
+    """A closure after which the optimizer writes.
+
+    Args:
+        closure: The user's.
+        vote: Called right after it.
+    """
+
+    def __init__(self, closure: Callable[[], Any], vote: Callable[[], None]) -> None:
+        self._closure = closure
+        self._vote = vote
+        self._called = False
+
+    def __call__(self) -> Any:
+        if self._called:
+            raise UpdateMisuse("the optimizer calls its closure more than once in a step, but there is one vote on it")
+        self._called = True
+        result = self._closure()
+        self._vote()
+        return result

@@ -420,3 +420,12 @@ def test_reports_and_decisions_cannot_be_changed():
         sent.frontier = 6
     with pytest.raises(FrozenInstanceError):
         decide([sent]).frontier = 6
+
+
+def test_a_decision_names_the_furthest_iteration_at_the_frontier():
+    behind = RankReport(rank=0, generation=1, frontier=4, phase=Phase.PREPARED, iterations=9)
+    at_frontier = [
+        RankReport(rank=rank, generation=1, frontier=5, phase=Phase.FORWARD, iterations=iterations)
+        for rank, iterations in ((1, 2), (2, 3))
+    ]
+    assert decide([behind, *at_frontier]).iterations == 3
