@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from decoder import HEAD_WIDTH
 
 from lightning_accelpact import FaultPlan
-from lightning_accelpact.recovery.fault import FaultPoint
+from lightning_accelpact.recovery import sockets
+from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
+from lightning_accelpact.recovery.progress import Progress
+from lightning_accelpact.recovery.subject import Fsdp2Subject
 
 # Lightning 2.6 uses a class that torch 2.13 deprecates, and every rank would say so
 warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
@@ -98,3 +104,31 @@ def faults_of(args: argparse.Namespace) -> FaultPlan:
                 f" {args.accumulate - 1} on ranks 0 to {PROCESSES - 1}"
             )
     return plan
+
+
+def faults_left(
+    accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, faults: FaultPlan | None
+) -> Callable[[], bool]:
+    """Tells whether a fault of this rank has not struck; sees to it that they do if AccelPact is switched off."""
+    run = getattr(accelerator, "accelpact", None)
+    if run is not None:
+        return lambda: bool(run.pending_faults)
+    progress = Progress(rank=accelerator.process_index)
+    injector = FaultInjector(faults or FaultPlan(), progress=progress, cut=lambda _: cut_all(), clock=time.time)
+    subject = Fsdp2Subject()
+    subject.attach(model, [])
+    subject.inject(injector)
+
+    def stepped(*_: Any) -> None:
+        progress.commit()
+        injector.fire(FaultPoint.BOUNDARY)
+
+    optimizer.optimizer.register_step_post_hook(stepped)
+    return lambda: bool(injector.pending)
+
+
+def cut_all() -> int:
+    """Shut down every connection of this process but those of its launcher's store."""
+    store = int(os.environ["MASTER_PORT"])
+    links = {fd: inode for fd, inode in sockets.open_sockets().items() if 0 not in sockets.ports(fd)}
+    return sum(sockets.shut(fd, inode) for fd, inode in links.items() if store not in sockets.ports(fd))

@@ -1,4 +1,5 @@
-"""Puts ``accelpact_hsdp`` into the registries of frameworks that may not have been imported yet.
+"""Puts ``accelpact_hsdp`` into the registries of frameworks that may not have been imported yet, and Accelerate's switch
+where it is looked for.
 
 torch calls :func:`autoload` at the end of ``import torch`` (entry-point group ``torch.backends``), so the name exists
 in scripts that never import this package. Standard library only, and light: every torch user of an environment pays
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 SWITCH = "ACCELPACT_AUTOLOAD"
+ACCELERATE_SWITCH = "ACCELERATE_USE_ACCELPACT"
 
 _log = logging.getLogger("accelpact")
 
@@ -57,6 +59,23 @@ _ENTRIES = {
 }
 
 
+def _turn_on_accelerate() -> None:
+    """In a process whose environment says so, every ``Accelerator`` becomes resilient. What is wrong with that is raised."""
+    if os.environ.get(ACCELERATE_SWITCH):
+        import_module("accelerate_plugin")
+
+
+def _extend_accelerate_launch() -> None:
+    import_module("accelerate_plugin.launch").extend()
+
+
+# The module of Accelerate that has just been imported -> what to do then
+_HOOKS: dict[str, Callable[[], None]] = {
+    "accelerate.accelerator": _turn_on_accelerate,
+    "accelerate.commands.launch": _extend_accelerate_launch,
+}
+
+
 def autoload() -> None:
     """Entry point for torch: register, or leave no trace if ``ACCELPACT_AUTOLOAD=0``."""
     try:
@@ -76,7 +95,7 @@ def on_package_import() -> None:
 
 def install() -> None:
     """Register at once with the frameworks that are imported already, and with the others when they are."""
-    for module_name in _ENTRIES:
+    for module_name in (*_ENTRIES, *_HOOKS):
         if module_name in sys.modules and not _is_being_imported(module_name):
             _register(sys.modules[module_name])
     if not _installed():
@@ -84,6 +103,9 @@ def install() -> None:
 
 
 def _register(module: ModuleType) -> None:
+    if module.__name__ in _HOOKS:
+        _HOOKS[module.__name__]()
+        return
     entry = _ENTRIES[module.__name__]
     try:
         registry = getattr(module, entry.registry)
@@ -126,12 +148,12 @@ def _complain(error: Exception) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of :data:`_ENTRIES` as the other finders do, and registers once they have executed."""
+    """Finds the modules of :data:`_ENTRIES` and :data:`_HOOKS` as the other finders do, and acts once they have executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _ENTRIES:
+        if fullname not in _ENTRIES and fullname not in _HOOKS:
             return None
         for finder in sys.meta_path:
             find_spec = getattr(finder, "find_spec", None) if finder is not self else None

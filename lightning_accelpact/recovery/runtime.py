@@ -169,7 +169,7 @@ class HsdpRuntime:
             redo: Whether the framework's loop can run an update again.
         """
         self._last_checkpoint = None
-        self.session = self._open_session(place)
+        self.session = self.open_session(place)
         self.machine = self._make_machine(place, redo)
         self.operations = Operations(self.machine)
         self.replicas = ReplicaGuard(
@@ -194,7 +194,8 @@ class HsdpRuntime:
             c10d.set_timeout(group, self.options.seconds("collective_timeout"))
         return result
 
-    def _open_session(self, place: Place) -> Session:
+    def open_session(self, place: Place) -> Session:
+        """Make control plane and default process group, or find those of this process."""
         timeout = self.options.seconds("collective_timeout")
         endpoint = Endpoint.from_environment(
             host=place.host,

@@ -1,0 +1,416 @@
+"""One training run under Accelerate: what is protected, its updates, its account."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_accelpact.goodput import GoodputAccount, GoodputOptions, GoodputSummary, Ledger, TimeClass, process_age, render
+from lightning_accelpact.goodput.metric import GoodputMetric
+from lightning_accelpact.metric_sync import MetricSync
+from lightning_accelpact.participants import Attributes, Metrics, modules_with_attributes
+from lightning_accelpact.recovery import ending
+from lightning_accelpact.recovery.action import Phase
+from lightning_accelpact.recovery.fault import Fault
+from lightning_accelpact.recovery.incident import Incident
+from lightning_accelpact.recovery.runtime import HsdpRuntime, Place
+from lightning_accelpact.recovery.update import UpdateMisuse, UpdateRunner
+from lightning_accelpact.recovery.window import Buffers, Modes, Participant, Window
+
+from accelerate_plugin.batches import Feed
+from accelerate_plugin.loop import Counters, Iterations
+from accelerate_plugin.plugin import AccelPactPlugin
+
+log = logging.getLogger("accelpact")
+T = TypeVar("T")
+
+
+class AccelPact:
+    """What ``accelerator.accelpact`` is.
+
+    Args:
+        plugin: The options.
+        replicate: Size of a replication group, or ``"auto"``.
+        shard: Size of a sharding group, or ``"auto"``.
+    """
+
+    # Whether the time before the launch has been counted: once per process, not once per run
+    _startup_counted = False
+
+    def __init__(self, plugin: AccelPactPlugin, replicate: int | str, shard: int | str) -> None:
+        self.ledger = Ledger()
+        self.runtime = HsdpRuntime(
+            options=plugin.recovery,
+            replicate=replicate,
+            shard=shard,
+            faults=plugin.faults,
+            span=lambda name: self.ledger.span(TimeClass(name)),
+            resume_with="accelerator.load_state",
+        )
+        goodput = plugin.goodput
+        self._account = GoodputAccount(self.ledger, GoodputOptions() if isinstance(goodput, bool) else goodput)
+        self._reports = bool(goodput)
+        self._protected = torch.nn.ModuleList()
+        self._owners: list[Any] = []
+        self._optimizers: list[Optimizer] = []
+        self._written: set[int] = set()  # the optimizers that have stepped in the current update
+        self._training = self._open = False
+        self._scaler: Any = None
+        self.speaks = False  # whether this rank prints
+        self.device = torch.device("cpu")
+
+    # -- what others read
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """This rank's incidents of the run."""
+        return self.runtime.incidents
+
+    @property
+    def committed_updates(self) -> int:
+        """The committed frontier: updates applied in this run."""
+        return self.runtime.committed_updates
+
+    @property
+    def pending_faults(self) -> list[Fault]:
+        """This rank's injected faults that have not struck."""
+        return self.runtime.pending_faults
+
+    @property
+    def summary(self) -> GoodputSummary | None:
+        """What the time went to and what the faults cost; ``None`` before :meth:`finish`."""
+        return self._account.summary
+
+    def gather_json(self, message: Any) -> list[Any]:
+        """Collect one JSON value per rank on every rank, over the control plane; a collective call."""
+        return self.runtime.gather_json(message)
+
+    # -- set-up
+
+    def begin(self, place: Place) -> None:
+        """Make control plane and communicators."""
+        self.runtime.begin(place)
+        self.speaks = place.rank == 0
+        self._account.rank, self._account.world_size = place.rank, place.world_size
+        if not AccelPact._startup_counted:
+            AccelPact._startup_counted = True
+            self._account.count_startup(process_age())
+        self.ledger.switch(TimeClass.INITIALIZATION)
+
+    def attach(self, mesh: Any, device: torch.device, counters: Counters, scaler: Any, extra: Iterable[Participant]) -> None:
+        """Accelerate is set up.
+
+        Args:
+            mesh: Its device mesh.
+            device: Where the model goes.
+            counters: Accelerate's count of micro-batches.
+            scaler: Its gradient scaler, or ``None``.
+            extra: Capture what of Accelerate's own a micro-batch changes.
+        """
+        self.device = device
+        self._scaler = scaler
+        self.runtime.mesh = mesh
+        self.runtime.protect(self._protected)
+        machine, participants = self.runtime.machine, [*extra, *self._participants()]
+        self._evaluation = Window(participants)
+        self._window = Window(participants)
+        self._update: UpdateRunner = self.runtime.update_runner(self._window, self._drop_gradients)
+        redo_function = machine.on_redo
+        self.iterations = Iterations(
+            machine, counters, participants, drop_gradients=self._drop_gradients, on_commit=self._count_update
+        )
+        machine.on_redo = lambda: (redo_function if self._update_runs else self.iterations.redo)()
+        self._update_runs = False
+        self._open = True
+        ending.watch(self)
+
+    def _participants(self) -> list[Participant]:
+        root = self._protected
+        return [Metrics(root), Attributes(self._owners), Buffers(root), Modes(root)]
+
+    def protect(self, model: torch.nn.Module) -> None:
+        """Reset and rebind this model in a repair; it has been sharded."""
+        if any(model is known for known in self._protected):
+            return
+        self.track(model)
+        model.register_forward_pre_hook(self._before_forward, prepend=True)  # before FSDP gathers anything
+
+    def take_in(self, optimizer: Optimizer) -> None:
+        """Vote on this optimizer's steps."""
+        self._optimizers.append(optimizer)
+
+    def release(self) -> None:
+        """Forget models and optimizers, but not what :meth:`track` was given besides."""
+        self._optimizers.clear()
+        self._owners.clear()
+        self._protected._modules.clear()
+
+    def track(self, *objects: Any) -> None:
+        """Set these back, too, when an update or an evaluation step runs again; prepared models are anyway.
+
+        Args:
+            objects: torchmetrics, modules (their metrics, buffers and plain attributes), or objects of other classes
+                (their attributes: numbers, texts, tensors, and lists, sets and dictionaries of them).
+        """
+        for one in objects:
+            if not isinstance(one, torch.nn.Module):
+                self._owners.append(one)
+                continue
+            self._protected.append(one)
+            self._owners += modules_with_attributes(one)
+            for metric in (part for part in one.modules() if isinstance(part, Metric)):
+                metric.dist_sync_fn = metric.dist_sync_fn or MetricSync(self.runtime.operations)
+
+    # -- updates
+
+    @property
+    def obstacle(self) -> str:
+        """Why the current update cannot be run again; empty if it can."""
+        if self._update_runs:
+            return self._window.obstacle
+        if self.iterations.begun:
+            return self.iterations.obstacle
+        return "" if self.runtime.machine.progress.phase is Phase.COMMITTED else _NO_IDIOM
+
+    def feed(self, loader: Any, iterator: Iterator[Any], ahead: Callable[[], int]) -> Feed:
+        """A pass over a prepared data loader."""
+        return Feed(self._hand_out, loader, iterator, lambda: ahead() if self._trains else 1)
+
+    def _hand_out(self, feed: Feed) -> Any:
+        if not self._trains or self._update_runs or not self._open:
+            batch, last = feed.fetch()
+            feed.say_whether_last(last)
+            return batch
+        self.ledger.switch(TimeClass.DATA_LOADING)
+        with self.ending_together():
+            return self.iterations.hand_out(feed)
+
+    @property
+    def _trains(self) -> bool:
+        return any(module.training for module in self._protected)
+
+    @property
+    def plain(self) -> bool:
+        """Whether ``accumulate()`` does only what Accelerate's own does."""
+        return not self._open or self._update_runs or self.iterations.inside
+
+    @contextmanager
+    def iteration(self) -> Iterator[bool]:
+        """One micro-batch of the user's loop; see :meth:`~accelerate_plugin.loop.Iterations.iteration`."""
+        self._begin_training()
+        with self.ledger.span(TimeClass.PRODUCTIVE), self.ending_together(), self.iterations.iteration() as idle:
+            yield idle
+
+    def run_update(self, update: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run one update that is given as a function, so that it can be run again from memory.
+
+        For loops that do not use ``accelerator.accumulate``. An update begins without gradients.
+
+        Args:
+            update: Does it: the forward and backward passes of all micro-batches, clipping, and at its end ``step`` of
+                one or more optimizers. May be called several times; batches come from outside.
+            args: What it is called with, such as the batches. Not run again if it has written to their tensors in place.
+            kwargs: Likewise.
+
+        Returns:
+            What ``update`` returned.
+
+        Raises:
+            FailStop: if a fault in it could not be repaired.
+            UpdateMisuse: if it goes on computing after a step, leaves gradients for a later update, or is called inside
+                of ``accumulate`` or of another update.
+        """
+        if self.iterations.inside or self._update_runs:
+            raise UpdateMisuse("run_update() was called inside of accumulate() or of another run_update(): an update has one of them")
+        self._begin_training()
+        self._update_runs = True
+        try:
+            with self.ledger.span(TimeClass.PRODUCTIVE), self.ending_together():
+                result = self._update.run(update, *args, **kwargs)
+        finally:
+            self._update_runs = False
+            self._written.clear()
+        self._count_update()
+        return result
+
+    def resilient_update(self, update: Callable[..., T]) -> Callable[..., T]:
+        """:meth:`run_update` as a decorator."""
+
+        def run(*args: Any, **kwargs: Any) -> T:
+            return self.run_update(update, *args, **kwargs)
+
+        return run
+
+    def _begin_training(self) -> None:
+        if not self._training:
+            self._training = True
+            self.runtime.guard_updates(self)
+            self._account.begin(self.committed_updates)
+            self.ledger.switch(TimeClass.DATA_LOADING)
+
+    def _count_update(self) -> None:
+        self._account.take_in(self.incidents)
+        self._account.time_update(self.committed_updates)
+
+    def _drop_gradients(self) -> None:
+        self.runtime.drop_gradients(self._optimizers)
+        self._protected.zero_grad(set_to_none=True)
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()  # else they would count as unscaled already
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.enter(Phase.FORWARD)
+
+    def enter(self, phase: Phase) -> None:
+        """A forward or backward pass begins."""
+        if self._update_runs:
+            self._update.enter(phase)
+        elif self.iterations.inside:
+            self.iterations.enter(phase)
+        elif self._open:
+            self._begin_training()
+            if phase is Phase.FORWARD:
+                self._commit_if_written()
+            self.runtime.machine.enter(phase)
+
+    def step(self, optimizer: Optimizer, step: Callable[[Callable[[], None]], T]) -> T | None:
+        """Vote on the update and let an optimizer write.
+
+        Args:
+            optimizer: Which one.
+            step: Does it; is given the vote, to be called right before the optimizer writes.
+        """
+        if self._update_runs:
+            return step(self._update.vote)
+        machine = self.runtime.machine
+        if self.iterations.inside:
+            output = step(self.iterations.vote)
+        elif self.iterations.begun:
+            if not self.iterations.vote_outside():
+                return None
+            output = step(lambda: None)
+        else:
+            output = step(machine.vote if machine.progress.phase is not Phase.STEPPING else lambda: None)
+        self._written.add(id(optimizer))
+        if len(self._written) == len(self._optimizers):
+            self._commit_if_written()
+        return output
+
+    def _commit_if_written(self) -> None:
+        if self.runtime.machine.progress.phase is Phase.STEPPING:
+            self._written.clear()
+            with self.ending_together():
+                self.iterations.commit()
+
+    @contextmanager
+    def ending_together(self) -> Iterator[None]:
+        """An error ends the run on every rank, instead of leaving the peers waiting for this one."""
+        try:
+            yield
+        except (StopIteration, GeneratorExit):
+            raise
+        except BaseException as error:
+            self.runtime.stop_peers(error)
+            raise
+
+    # -- outside an update
+
+    def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a step outside an update that communicates, such as the forward pass of an evaluation.
+
+        If a fault strikes in it, it runs again on all ranks, from the same state of generators, buffers, metrics and
+        attributes. Needless for Accelerate's own collectives, such as ``accelerator.gather``.
+
+        Args:
+            step: Does it. May be called several times; batches come from outside.
+            args: What it is called with.
+            kwargs: Likewise.
+
+        Returns:
+            What ``step`` returned.
+        """
+        with self.ledger.span(TimeClass.EVALUATION), self.ending_together():
+            return self.runtime.run_step(lambda: step(*args, **kwargs), self._evaluation)
+
+    def operation(self, operation: Callable[[], T], rewind: Callable[[], None] = lambda: None) -> T:
+        """Run what all ranks do together outside an update, again if a fault strikes in it."""
+        if not self._open or self._update_runs:
+            return operation()
+        return self.runtime.operations.run(operation, rewind=rewind)
+
+    def save(self, path: Any, save: Callable[[], T], rewind: Callable[[], None]) -> T:
+        """Write a checkpoint and remember it for a restart."""
+        with self.ledger.span(TimeClass.CHECKPOINT_SAVE):
+            result = self.operation(save, rewind)
+        self.runtime.checkpoint_written(path if path is not None else result)
+        self._account.checkpoint(self.committed_updates)
+        return result
+
+    def load(self, load: Callable[[], T]) -> T:
+        """Read a checkpoint."""
+        with self.ledger.span(TimeClass.CHECKPOINT_RESTORE):
+            result = self.operation(load)
+        self._account.checkpoint(self.committed_updates)
+        return result
+
+    def goodput_metrics(self) -> dict[str, float]:
+        """The goodput of all ranks so far, for ``accelerator.log``; a collective call, between two updates.
+
+        Returns:
+            As of :meth:`~lightning_accelpact.goodput.metric.GoodputMetric.measure`.
+        """
+        self._account.take_in(self.incidents)
+        metric = GoodputMetric(dist_sync_fn=MetricSync(self.runtime.operations)).to(self.device)
+        with self.ending_together():
+            return metric.measure(self.ledger.totals(), self._account.incident_count)
+
+    # -- the end
+
+    def finish(self) -> None:
+        """The run is over: leave together, since a peer may need this rank to repair its last update.
+
+        Prints the goodput summary. ``accelerator.end_training()`` calls it, or else the interpreter's exit.
+        """
+        if not self._open:
+            return
+        self.ledger.switch(TimeClass.OTHER)
+        self.runtime.finish()
+        self._conclude(self.gather_json(self._record()))
+        self.runtime.detach()
+
+    def _record(self) -> dict[str, Any]:
+        return self._account.record(self.committed_updates, self.incidents)
+
+    def _conclude(self, records: list[dict[str, Any]]) -> None:
+        self._open = False
+        if not (self._reports and self._training):
+            return
+        summary = self._account.conclude(records)
+        if self._account.options.print_summary and self.speaks:
+            Console().print(render(summary))
+
+    def on_exception(self, error: BaseException) -> None:
+        """The script ends with an error: the peers must not wait for this rank."""
+        if self._open:
+            self.runtime.stop_on_fault(error, "outside of accumulate(), run_update() and run()")
+            self.runtime.stop_peers(error)
+
+    def on_exit(self) -> None:
+        """The script ends; without an error this rank takes its leave, with one it says what it knows."""
+        if self._open and self.runtime.stopped:
+            self._conclude([self._record()])
+        self.finish()
+
+
+_NO_IDIOM = (
+    "the update is neither in `with accelerator.accumulate(model):` nor in a function given to"
+    " accelerator.accelpact.run_update()"
+)
