@@ -1,7 +1,7 @@
 """The one file that touches private attributes of Accelerate (checked against accelerate 1.15).
 
 It puts a resilient class under each ``Accelerator`` that is given an :class:`~.plugin.AccelPactPlugin`, and leaves all
-others alone. ``tests/accelerate/test_adapter.py`` fails loudly when an attribute moves.
+others alone. ``tests/with_accelerate/test_adapter.py`` fails loudly when an attribute moves.
 """
 
 from __future__ import annotations

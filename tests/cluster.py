@@ -17,7 +17,10 @@ from typing import Any
 
 from lightning_accelpact.recovery import session
 
-_WARM = ["torch", "torch.distributed", "lightning.pytorch", "lightning_accelpact.strategy", "jobs", "jobs_fabric"]
+_WARM = [
+    "torch", "torch.distributed", "lightning.pytorch", "lightning_accelpact.strategy", "jobs", "jobs_fabric",
+    "jobs_accelerate",
+]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_WARM)
 

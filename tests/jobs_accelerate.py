@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, set_seed
+from accelerate import Accelerator, utils
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
 from jobs import Samples
 from jobs_fabric import Net
 from torch import nn
@@ -66,7 +69,7 @@ class Prepared:
             "updates": self.run.committed_updates,
             "rate": self.optimizer.param_groups[0]["lr"],
             "step_count": self.schedule.scheduler._step_count,
-            "mean": self.model.mean.compute().item(),
+            "mean": repr(self.model.mean.compute().item()),  # perhaps nan, which is not itself
             "calls": self.model.calls,
             "outputs": self.model.outputs,
             "pending": [str(fault) for fault in self.run.pending_faults],
@@ -86,9 +89,7 @@ def drop_in(run: Any, fault: Fault | None) -> None:
         run.runtime.machine.faults.strike(fault)
 
 
-def train(
-    faults: list[Fault] | None = None, *, updates: int = 5, log: Callable[..., None] | None = None, **options: Any
-) -> dict[str, Any]:
+def train(faults: list[Fault] | None = None, *, updates: int = 5, **options: Any) -> dict[str, Any]:
     """The standard idiom."""
     prepared = Prepared(faults, **options)
     accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
@@ -113,3 +114,234 @@ def train(
             if done == updates:
                 break
     return prepared.result(losses=losses, epochs=epochs)
+
+
+def backward_all(prepared: Prepared, window: list[Any]) -> torch.Tensor:
+    """The forward and backward passes of an update, by hand."""
+    accelerator, model = prepared.accelerator, prepared.model
+    total = torch.zeros(())
+    for index, (inputs, targets) in enumerate(window):
+        with accelerator.no_sync(model) if index < len(window) - 1 else nullcontext():
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+        model.mean.update(loss.detach())
+        total += loss.detach()
+    return total
+
+
+def windows(prepared: Prepared, accumulate: int) -> Iterator[list[Any]]:
+    """The batches of one update after the other."""
+    batches = iter(prepared.loader)
+    while len(window := list(islice(batches, accumulate))) == accumulate:
+        yield window
+
+
+def by_function(
+    faults: list[Fault] | None = None, *, accumulate: int = 2, protected: bool = True, **options: Any
+) -> dict[str, Any]:
+    """A loop without ``accumulate``: each update is a function, or nothing says what it is."""
+    prepared = Prepared(faults, accumulate=accumulate, **options)
+    accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
+
+    def update(window: list[Any]) -> float:
+        total = backward_all(prepared, window)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return total.item()
+
+    step = prepared.run.resilient_update(update) if protected else update
+    losses = []
+    for _, window in zip(range(5), windows(prepared, accumulate), strict=False):
+        losses.append(step(window))
+        prepared.schedule.step()
+        optimizer.zero_grad()
+    return prepared.result(losses=losses)
+
+
+def after_the_context(faults: list[Fault] | None = None, **options: Any) -> dict[str, Any]:
+    """A loop that steps after the context, reduces in every iteration, and evaluates in between."""
+    prepared = Prepared(faults, **options)
+    accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
+    losses, done, iterations = [], 0, 0
+    scores: list[float] = []
+    for inputs, targets in prepared.loader:
+        iterations += 1
+        loss = torch.zeros(())
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+        everybodys = accelerator.gather(loss.detach())
+        optimizer.step()
+        prepared.schedule.step()
+        optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            done += 1
+            losses.append(everybodys.tolist())
+            scores.append(evaluate(prepared))
+        if done == 5:
+            break
+    return prepared.result(losses=losses, scores=scores, iterations=accelerator.gather(torch.tensor(iterations)).tolist())
+
+
+def evaluate(prepared: Prepared) -> float:
+    """A step of an evaluation, which draws random numbers."""
+    model = prepared.model
+    model.eval()
+    batch = prepared.accelerator.prepare(DataLoader(Samples(16), batch_size=4))
+    with torch.no_grad():
+        score = sum(
+            prepared.run.run(lambda x, y: nn.functional.mse_loss(model(x), y) + torch.rand(()), *pair) for pair in batch
+        )
+    model.train()
+    return prepared.accelerator.gather_for_metrics(score).mean().item()
+
+
+class Stream(IterableDataset):
+    """Samples that only the main process reads."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        samples = Samples()
+        return (samples[index] for index in range(len(samples)))
+
+
+def dispatched(faults: list[Fault] | None = None, **options: Any) -> dict[str, Any]:
+    """The standard idiom over batches that the main process reads and hands to the others."""
+    return train(faults, dataset=Stream(), loader={"dispatch_batches": True}, **options)
+
+
+OPERATIONS: dict[str, Callable[[Accelerator, torch.Tensor], Any]] = {
+    "gather": lambda accelerator, mine: accelerator.gather(mine).tolist(),
+    "gather_for_metrics": lambda accelerator, mine: accelerator.gather_for_metrics(mine).tolist(),
+    "gather_object": lambda accelerator, mine: utils.gather_object([mine.tolist()]),
+    "reduce": lambda accelerator, mine: accelerator.reduce(mine, "mean").tolist(),
+    "broadcast": lambda accelerator, mine: utils.broadcast(mine.clone(), from_process=1).tolist(),
+    "broadcast_object_list": lambda accelerator, mine: utils.broadcast_object_list([mine.tolist()], from_process=2),
+    "pad_across_processes": lambda accelerator, mine: accelerator.pad_across_processes(
+        torch.ones(accelerator.process_index + 1)
+    ).tolist(),
+    "wait_for_everyone": lambda accelerator, mine: accelerator.wait_for_everyone(),
+    "check_trigger": lambda accelerator, mine: accelerator.check_trigger(),
+}
+
+
+def operations(fault: Fault | None = None, name: str = "gather", **options: Any) -> dict[str, Any]:
+    """Updates with one of Accelerate's own collectives between them, in which a fault strikes."""
+    prepared = Prepared(None, **options)
+    accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
+    values = []
+    for number, (inputs, targets) in enumerate(islice(prepared.loader, 6)):
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        mine = torch.tensor([float(number), accelerator.process_index])
+        with striking(prepared.run, fault if number == 3 else None):
+            values.append(OPERATIONS[name](accelerator, mine))
+    return prepared.result(values=values)
+
+
+@contextmanager
+def striking(run: Any, fault: Fault | None) -> Iterator[None]:
+    """A fault strikes in the next operation outside of an update, right before its work."""
+    if fault is None:
+        yield
+        return
+    operations = run.runtime.operations
+    plain = operations.run
+
+    def struck_run(operation: Callable[[], Any], **options: Any) -> Any:
+        vars(operations).pop("run", None)  # once
+
+        def struck() -> Any:
+            nonlocal fault
+            now, fault = fault, None
+            drop_in(run, now)
+            return operation()
+
+        return plain(struck, **options)
+
+    operations.run = struck_run
+    yield
+    assert "run" not in vars(operations), "no operation has come"
+
+
+def checkpoints(folder: str, save: Fault | None = None, load: Fault | None = None) -> dict[str, Any]:
+    """Train, save, train, load, and train the same again; faults in saving and loading."""
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    prepared = Prepared(accelerator={"project_config": project})
+    accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
+    digests = []
+
+    def some_updates() -> None:
+        for inputs, targets in islice(prepared.loader, 4):
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+                prepared.schedule.step()
+                optimizer.zero_grad()
+        digests.append(state_digest(model, [optimizer.optimizer]))
+
+    some_updates()
+    with striking(prepared.run, save):
+        accelerator.save_state()
+    rng, calls, outputs = torch.get_rng_state(), model.calls, list(model.outputs)
+    some_updates()
+    with striking(prepared.run, load):
+        accelerator.load_state()
+    torch.set_rng_state(rng)
+    model.calls, model.outputs = calls, outputs
+    prepared.loader.set_epoch(1)
+    some_updates()
+    return prepared.result(digests=digests)
+
+
+class Notes(GeneralTracker):
+    """A tracker that remembers."""
+
+    name = "notes"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, Any]] = []
+        self.finished = False
+
+    @property
+    def tracker(self) -> list[dict[str, Any]]:
+        return self.logged
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.logged.append({**values, "step": step})
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def reported(faults: list[Fault] | None = None) -> dict[str, Any]:
+    """A run with account and tracker; also its loop is wrapped for uneven inputs, which FSDP has no use for."""
+    notes = Notes()
+    prepared = Prepared(faults, goodput=True, accelerator={"log_with": notes})
+    accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
+    accelerator.init_trackers("test")
+    with accelerator.join_uneven_inputs([model]):
+        for inputs, targets in islice(prepared.loader, 8):
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+    accelerator.log(prepared.run.goodput_metrics(), step=0)
+    result = prepared.result()
+    return {**result, "logged": notes.logged, "finished": notes.finished, "summary": prepared.run.summary.to_dict()}
+
+
+def uneven() -> str:
+    """Loaders that would leave ranks waiting are refused."""
+    prepared = Prepared(loader={"even_batches": False})  # 128 batches for 4 ranks
+    try:
+        prepared.accelerator.prepare(DataLoader(Samples(12), batch_size=4))
+    except ValueError as error:
+        return str(error)
+    return ""
