@@ -23,7 +23,6 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 
-from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.runtime import Place
 from lightning_accelpact.recovery.update import VotingClosure
 
@@ -195,8 +194,8 @@ class _Resilient:
                     yield
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        self.accelpact.enter(Phase.BACKWARD)
-        super().backward(loss, **kwargs)
+        with self.accelpact.backward_pass():
+            super().backward(loss, **kwargs)
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         save = super().save_state

@@ -281,6 +281,17 @@ class AccelPact:
                 self._commit_if_written()
             self.runtime.machine.enter(phase)
 
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """A backward pass. A fault that unwinds it ends the run on every rank, if nothing says what the update is."""
+        self.enter(Phase.BACKWARD)
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self._update_runs or self.iterations.inside):
+                self.runtime.stop_on_fault(error, f"inside an update, and {_NO_IDIOM}")
+            raise
+
     def step(self, optimizer: Optimizer, step: Callable[[Callable[[], None]], T]) -> T | None:
         """Vote on the update and let an optimizer write.
 

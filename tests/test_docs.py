@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from accelerate_plugin import AccelPactPlugin
 from lightning_accelpact import FabricHSDPStrategy, GoodputCallback, GoodputOptions, ResilientHSDPStrategy
 from lightning_accelpact.goodput import TimeClass
 from lightning_accelpact.goodput.plan import plan
@@ -28,7 +29,7 @@ def documented(heading: str) -> dict[str, str]:
     return dict(ROW.findall(section))
 
 
-@pytest.mark.parametrize("public", [ResilientHSDPStrategy, FabricHSDPStrategy, GoodputCallback, GoodputOptions])
+@pytest.mark.parametrize("public", [ResilientHSDPStrategy, FabricHSDPStrategy, AccelPactPlugin, GoodputCallback, GoodputOptions])
 def test_options_page_is_complete(public: type) -> None:
     parameters = inspect.signature(public).parameters.values()
     expected: dict[str, Any] = {parameter.name: repr(parameter.default).replace("'", '"') for parameter in parameters}
