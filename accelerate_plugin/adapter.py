@@ -6,11 +6,13 @@ others alone. ``tests/with_accelerate/test_adapter.py`` fails loudly when an att
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +34,8 @@ from accelerate_plugin.run import AccelPact
 
 CHECKED_ACCELERATE = ("1.15",)
 
-_RUN = "_accelpact_run"
+# Of each prepared data loader; not kept in the loader, which may be pickled
+_runs: weakref.WeakKeyDictionary[Any, AccelPact] = weakref.WeakKeyDictionary()
 _current: AccelPact | None = None
 _coming: AccelPactPlugin | None = None  # of the Accelerator that is being made
 
@@ -159,6 +162,9 @@ class _Resilient:
 
     accelpact: AccelPact
 
+    def __reduce__(self) -> Any:
+        return _as(type(self).__mro__[2], {name: value for name, value in vars(self).items() if name != "accelpact"})
+
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         checks.prepared(args)
         result = super().prepare(*args, **kwargs)
@@ -274,6 +280,9 @@ class _ResilientOptimizer(AcceleratedOptimizer):
 
     accelpact: AccelPact
 
+    def __reduce__(self) -> Any:
+        return _as(AcceleratedOptimizer, {name: value for name, value in self.__getstate__().items() if name != "accelpact"})
+
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if not self.gradient_state.sync_gradients:
             return super().step(closure)
@@ -287,20 +296,27 @@ class _ResilientOptimizer(AcceleratedOptimizer):
         return self.accelpact.step(self.optimizer, voted)
 
 
+def _as(cls: type, state: dict[str, Any]) -> tuple[Any, ...]:
+    """How to pickle an object: as Accelerate's own, since a run cannot be."""
+    return copyreg.__newobj__, (cls,), state
+
+
 # -- loaders and collectives
 
 
 def _marked(loader: Any, run: AccelPact) -> Any:
-    vars(loader)[_RUN] = run
-    checks.loader(loader)
+    _runs[loader] = run
     return loader
 
 
 def _iterate(plain: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
     @functools.wraps(plain)
     def iterate(loader: Any) -> Iterator[Any]:
-        run = vars(loader).get(_RUN)
-        return plain(loader) if run is None else run.feed(loader, plain(loader), lambda: _batches_ahead(loader))
+        if (run := _runs.get(loader)) is None:
+            return plain(loader)
+        if run.protects:
+            checks.loader(loader)
+        return run.feed(loader, plain(loader), lambda: _batches_ahead(loader))
 
     return iterate
 

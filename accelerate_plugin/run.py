@@ -142,6 +142,11 @@ class AccelPact:
         self.track(model)
         model.register_forward_pre_hook(self._before_forward, prepend=True)  # before FSDP gathers anything
 
+    @property
+    def protects(self) -> bool:
+        """Whether there is a model."""
+        return len(self._protected) > 0
+
     def take_in(self, optimizer: Optimizer) -> None:
         """Vote on this optimizer's steps."""
         self._optimizers.append(optimizer)

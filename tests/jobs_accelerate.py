@@ -341,7 +341,7 @@ def uneven() -> str:
     """Loaders that would leave ranks waiting are refused."""
     prepared = Prepared(loader={"even_batches": False})  # 128 batches for 4 ranks
     try:
-        prepared.accelerator.prepare(DataLoader(Samples(12), batch_size=4))
+        iter(prepared.accelerator.prepare(DataLoader(Samples(12), batch_size=4)))
     except ValueError as error:
         return str(error)
     return ""

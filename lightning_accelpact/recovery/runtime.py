@@ -188,7 +188,7 @@ class HsdpRuntime:
         Args:
             make_groups: Makes them, the same ones on every rank.
         """
-        with self.session.communicators.adopt("mesh"):
+        with self.session.communicators.adopt(f"mesh of run {self.machine.progress.run}"):
             result = make_groups()
         for group in c10d.registered_groups().values():
             c10d.set_timeout(group, self.options.seconds("collective_timeout"))
