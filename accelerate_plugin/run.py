@@ -284,6 +284,7 @@ class AccelPact:
             self._begin_training()
             if phase is Phase.FORWARD:
                 self._commit_if_written()
+            self.ledger.switch(TimeClass.PRODUCTIVE)  # nothing tells where an update ends, but its step
             self.runtime.machine.enter(phase)
 
     @contextmanager
@@ -325,6 +326,7 @@ class AccelPact:
             self._written.clear()
             with self.ending_together():
                 self.iterations.commit()
+            self.ledger.switch(TimeClass.DATA_LOADING)
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:
