@@ -25,12 +25,11 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 
-from lightning_accelpact.recovery.runtime import Place
-from lightning_accelpact.recovery.update import VotingClosure
-
 from accelerate_plugin import checks
 from accelerate_plugin.plugin import AccelPactPlugin
 from accelerate_plugin.run import AccelPact
+from lightning_accelpact.recovery.runtime import Place
+from lightning_accelpact.recovery.update import VotingClosure
 
 CHECKED_ACCELERATE = ("1.15",)
 
@@ -139,7 +138,7 @@ def _partial_init(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:
 
 
 def allow_fsdp_on_cpu() -> None:
-    """Let Accelerate run FSDP2 over Gloo where there is no GPU; for scripts that are to run without AccelPact as well."""
+    """Let Accelerate run FSDP2 over Gloo where there is no GPU; for scripts that run without AccelPact as well."""
     if not torch.cuda.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _allow_fsdp(PartialState(cpu=True))
 
@@ -163,7 +162,8 @@ class _Resilient:
     accelpact: AccelPact
 
     def __reduce__(self) -> Any:
-        return _as(type(self).__mro__[2], {name: value for name, value in vars(self).items() if name != "accelpact"})
+        state = {name: value for name, value in vars(self).items() if name != "accelpact"}
+        return _as(type(self).__mro__[2], state)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         checks.prepared(args)
@@ -172,8 +172,8 @@ class _Resilient:
             self.accelpact.protect(model)
         return result
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
-        prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
+    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
+        prepared = super().prepare_optimizer(*args, **kwargs)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = _ResilientOptimizer
             prepared.accelpact = self.accelpact
@@ -281,7 +281,8 @@ class _ResilientOptimizer(AcceleratedOptimizer):
     accelpact: AccelPact
 
     def __reduce__(self) -> Any:
-        return _as(AcceleratedOptimizer, {name: value for name, value in self.__getstate__().items() if name != "accelpact"})
+        state = {name: value for name, value in self.__getstate__().items() if name != "accelpact"}
+        return _as(AcceleratedOptimizer, state)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if not self.gradient_state.sync_gradients:

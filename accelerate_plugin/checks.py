@@ -10,9 +10,9 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from lightning_accelpact.recovery.runtime import HsdpRuntime
-
 from accelerate_plugin.plugin import AccelPactPlugin
+from lightning_accelpact.recovery.options import HsdpShape
+from lightning_accelpact.recovery.runtime import HsdpRuntime
 
 _OTHER_ENGINES = {
     "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
@@ -37,7 +37,9 @@ def one_plugin(given: Sequence[AccelPactPlugin]) -> None:
         raise ValueError(f"kwargs_handlers holds {len(given)} AccelPactPlugin(...): pass one")
 
 
-def parallelism(plugin: AccelPactPlugin, arguments: dict[str, Any], known: ParallelismConfig | None) -> ParallelismConfig:
+def parallelism(
+    plugin: AccelPactPlugin, arguments: dict[str, Any], known: ParallelismConfig | None
+) -> ParallelismConfig:
     """The sizes of the groups, from plugin and Accelerate.
 
     Args:
@@ -81,17 +83,16 @@ def _require_fsdp2(arguments: dict[str, Any]) -> None:
     fsdp = arguments.get("fsdp_plugin")
     if fsdp is None and not flag("ACCELERATE_USE_FSDP"):
         raise ValueError(
-            "AccelPact needs Accelerate's FSDP2: pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or set"
-            " distributed_type: FSDP and fsdp_version: 2 in the configuration file"
+            "AccelPact needs Accelerate's FSDP2: pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or"
+            " set distributed_type: FSDP and fsdp_version: 2 in the configuration file"
         )
-    version = fsdp.fsdp_version if isinstance(fsdp, FullyShardedDataParallelPlugin) else int(os.environ.get("FSDP_VERSION", "1"))
+    given = isinstance(fsdp, FullyShardedDataParallelPlugin)
+    version = fsdp.fsdp_version if given else int(os.environ.get("FSDP_VERSION", "1"))
     if version != 2:
         raise ValueError(f"AccelPact protects FSDP2 only, but fsdp_version is {version}: set it to 2")
 
 
 def _sized(plugin: AccelPactPlugin) -> ParallelismConfig:
-    from lightning_accelpact.recovery.options import HsdpShape
-
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     require_processes(world)
@@ -150,7 +151,7 @@ def loader(prepared_loader: Any) -> None:
     whole = sampler.batch_sampler
     if not sampler.split_batches and not sampler.drop_last and len(whole) % sampler.num_processes:
         raise ValueError(
-            f"with even_batches=False this data loader gives its {len(whole)} batches unevenly to {sampler.num_processes}"
-            " processes, and under FSDP2 every process takes part in every forward pass: leave even_batches=True, or"
-            " pass drop_last=True"
+            f"with even_batches=False this data loader gives its {len(whole)} batches unevenly to"
+            f" {sampler.num_processes} processes, and under FSDP2 every process takes part in every forward pass: leave"
+            " even_batches=True, or pass drop_last=True"
         )

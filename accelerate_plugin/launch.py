@@ -1,7 +1,7 @@
 """``accelerate launch`` with AccelPact's switch: ``--use_accelpact`` and ``accelpact_config:`` in a configuration file.
 
-Accelerate's launcher has no plug-in point, so this touches its private functions (checked against accelerate 1.15), from
-the entry point that torch loads. Without it the switch is ``ACCELERATE_USE_ACCELPACT=true`` in the environment, or
+Accelerate's launcher has no plug-in point, so this touches its private functions (checked against accelerate 1.15),
+from the entry point that torch loads. Without it the switch is ``ACCELERATE_USE_ACCELPACT=true`` in the environment, or
 ``accelerate launch -m accelerate_plugin script.py``.
 """
 

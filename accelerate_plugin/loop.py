@@ -1,9 +1,9 @@
 """Updates in a loop of the user's own, which alone can run an iteration again.
 
-A context manager can swallow a fault, but not run its body once more. So the prepared data loaders hand out the update's
-batches again, and the loop goes through them as it did before. Ranks may have come to different iterations when a fault
-is repaired; those that are behind go through theirs *idle*, that is, up to the first forward pass, so that every rank's
-replay begins in the same iteration, and what the loop does in between it does on all ranks alike.
+A context manager can swallow a fault, but not run its body once more. So the prepared data loaders hand out the
+update's batches again, and the loop goes through them as it did before. Ranks may have come to different iterations
+when a fault is repaired; those that are behind go through theirs *idle*, that is, up to the first forward pass. So all
+replays begin in the same iteration, and what the loop does in between it does on all ranks alike.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from accelerate_plugin.batches import Batches, Feed
 from lightning_accelpact.recovery.action import Decision, Phase
 from lightning_accelpact.recovery.fault import FaultPoint
 from lightning_accelpact.recovery.machine import RepairMachine, UpdateAborted
 from lightning_accelpact.recovery.window import Participant, Snapshot
-
-from accelerate_plugin.batches import Batches, Feed
 
 
 class Counters(Protocol):

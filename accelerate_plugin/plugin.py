@@ -24,14 +24,15 @@ _RECOVERY = tuple(field.name for field in fields(RecoveryOptions))
 
 @dataclass(kw_only=True)
 class AccelPactPlugin(KwargsHandler):
-    """Makes a training loop under Accelerate survive failed collectives: ``Accelerator(kwargs_handlers=[AccelPactPlugin()])``.
+    """Makes a training loop survive failed collectives, as one of ``Accelerator(kwargs_handlers=[AccelPactPlugin()])``.
 
     The model is sharded by Accelerate's own FSDP2, as hybrid sharding by its ``ParallelismConfig``.
 
     Args:
         replicate: Size of a replication group. ``"auto"``: ``dp_replicate_size`` of the ``ParallelismConfig``; without
             one the number of nodes, on one node 2 if that divides.
-        shard: Size of a sharding group. ``"auto"``: ``dp_shard_size`` of the ``ParallelismConfig``; without one the rest.
+        shard: Size of a sharding group. ``"auto"``: ``dp_shard_size`` of the ``ParallelismConfig``; without one the
+            rest.
         repair_budget: See :class:`~lightning_accelpact.recovery.options.RecoveryOptions`; seconds.
         max_repairs_per_update: See there.
         collective_timeout: See there; seconds.

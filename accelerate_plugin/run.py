@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
 from torch.optim import Optimizer
-from torchmetrics import Metric
-
-from lightning_accelpact.goodput import GoodputAccount, GoodputOptions, GoodputSummary, Ledger, TimeClass, process_age, render
-from lightning_accelpact.goodput.metric import GoodputMetric
-from lightning_accelpact.metric_sync import MetricSync
-from lightning_accelpact.participants import Attributes, Metrics, modules_with_attributes
-from lightning_accelpact.recovery import ending
-from lightning_accelpact.recovery.action import Phase
-from lightning_accelpact.recovery.fault import Fault
-from lightning_accelpact.recovery.incident import Incident
-from lightning_accelpact.recovery.runtime import HsdpRuntime, Place
-from lightning_accelpact.recovery.update import UpdateMisuse, UpdateRunner
-from lightning_accelpact.recovery.window import Buffers, Modes, Participant, Window
 
 from accelerate_plugin.batches import Feed
 from accelerate_plugin.loop import Counters, Iterations
 from accelerate_plugin.plugin import AccelPactPlugin
+from lightning_accelpact.goodput import Ledger, TimeClass
+from lightning_accelpact.recovery.action import Phase
+from lightning_accelpact.recovery.fault import Fault
+from lightning_accelpact.recovery.runtime import HsdpRuntime, Place
+from lightning_accelpact.recovery.update import UpdateMisuse, UpdateRunner
+from lightning_accelpact.recovery.window import Participant, Window
+from lightning_accelpact.user_run import UserRun
 
-log = logging.getLogger("accelpact")
 T = TypeVar("T")
 
 
-class AccelPact:
+class AccelPact(UserRun):
     """What ``accelerator.accelpact`` is.
 
     Args:
@@ -41,8 +32,7 @@ class AccelPact:
         shard: Size of a sharding group, or ``"auto"``.
     """
 
-    # Whether the time before the launch has been counted: once per process, not once per run
-    _startup_counted = False
+    _unprotected = "outside of accumulate(), run_update() and run()"
 
     def __init__(self, plugin: AccelPactPlugin, replicate: int | str, shard: int | str) -> None:
         self.ledger = Ledger()
@@ -54,57 +44,29 @@ class AccelPact:
             span=lambda name: self.ledger.span(TimeClass(name)),
             resume_with="accelerator.load_state",
         )
-        goodput = plugin.goodput
-        self._account = GoodputAccount(self.ledger, GoodputOptions() if isinstance(goodput, bool) else goodput)
-        self._reports = bool(goodput)
-        self._protected = torch.nn.ModuleList()
-        self._owners: list[Any] = []
+        self._prepare_run(plugin.goodput)
         self._optimizers: list[Optimizer] = []
         self._written: set[int] = set()  # the optimizers that have stepped in the current update
-        self._training = self._open = False
         self._scaler: Any = None
-        self.speaks = False  # whether this rank prints
         self.device = torch.device("cpu")
 
     # -- what others read
-
-    @property
-    def incidents(self) -> list[Incident]:
-        """This rank's incidents of the run."""
-        return self.runtime.incidents
-
-    @property
-    def committed_updates(self) -> int:
-        """The committed frontier: updates applied in this run."""
-        return self.runtime.committed_updates
 
     @property
     def pending_faults(self) -> list[Fault]:
         """This rank's injected faults that have not struck."""
         return self.runtime.pending_faults
 
-    @property
-    def summary(self) -> GoodputSummary | None:
-        """What the time went to and what the faults cost; ``None`` before :meth:`finish`."""
-        return self._account.summary
-
-    def gather_json(self, message: Any) -> list[Any]:
-        """Collect one JSON value per rank on every rank, over the control plane; a collective call."""
-        return self.runtime.gather_json(message)
-
     # -- set-up
 
     def begin(self, place: Place) -> None:
         """Make control plane and communicators."""
         self.runtime.begin(place)
-        self.speaks = place.rank == 0
-        self._account.rank, self._account.world_size = place.rank, place.world_size
-        if not AccelPact._startup_counted:
-            AccelPact._startup_counted = True
-            self._account.count_startup(process_age())
-        self.ledger.switch(TimeClass.INITIALIZATION)
+        self._keep_account(place.rank, place.world_size)
 
-    def attach(self, mesh: Any, device: torch.device, counters: Counters, scaler: Any, extra: Iterable[Participant]) -> None:
+    def attach(
+        self, mesh: Any, device: torch.device, counters: Counters, scaler: Any, extra: Iterable[Participant]
+    ) -> None:
         """Accelerate is set up.
 
         Args:
@@ -119,21 +81,15 @@ class AccelPact:
         self.runtime.mesh = mesh
         self.runtime.protect(self._protected)
         machine, participants = self.runtime.machine, [*extra, *self._participants()]
-        self._evaluation = Window(participants)
         self._window = Window(participants)
         self._update: UpdateRunner = self.runtime.update_runner(self._window, self._drop_gradients)
         redo_function = machine.on_redo
         self.iterations = Iterations(
-            machine, counters, participants, drop_gradients=self._drop_gradients, on_commit=self._count_update
+            machine, counters, participants, drop_gradients=self._drop_gradients, on_commit=self._account_for_update
         )
         machine.on_redo = lambda: (redo_function if self._update_runs else self.iterations.redo)()
         self._update_runs = False
-        self._open = True
-        ending.watch(self)
-
-    def _participants(self) -> list[Participant]:
-        root = self._protected
-        return [Metrics(root), Attributes(self._owners), Buffers(root), Modes(root)]
+        self._open_run(Window(participants))
 
     def protect(self, model: torch.nn.Module) -> None:
         """Reset and rebind this model in a repair; it has been sharded."""
@@ -152,26 +108,10 @@ class AccelPact:
         self._optimizers.append(optimizer)
 
     def release(self) -> None:
-        """Forget models and optimizers, but not what :meth:`track` was given besides."""
+        """Forget models, optimizers, and what :meth:`track` was given."""
         self._optimizers.clear()
         self._owners.clear()
         self._protected._modules.clear()
-
-    def track(self, *objects: Any) -> None:
-        """Set these back, too, when an update or an evaluation step runs again; prepared models are anyway.
-
-        Args:
-            objects: torchmetrics, modules (their metrics, buffers and plain attributes), or objects of other classes
-                (their attributes: numbers, texts, tensors, and lists, sets and dictionaries of them).
-        """
-        for one in objects:
-            if not isinstance(one, torch.nn.Module):
-                self._owners.append(one)
-                continue
-            self._protected.append(one)
-            self._owners += modules_with_attributes(one)
-            for metric in (part for part in one.modules() if isinstance(part, Metric)):
-                metric.dist_sync_fn = metric.dist_sync_fn or MetricSync(self.runtime.operations)
 
     # -- updates
 
@@ -194,7 +134,7 @@ class AccelPact:
             feed.say_whether_last(last)
             return batch
         self.ledger.switch(TimeClass.DATA_LOADING)
-        with self.ending_together():
+        with self._ending_together():
             return self.iterations.hand_out(feed)
 
     @property
@@ -210,7 +150,7 @@ class AccelPact:
     def iteration(self) -> Iterator[bool]:
         """One micro-batch of the user's loop; see :meth:`~accelerate_plugin.loop.Iterations.iteration`."""
         self._begin_training()
-        with self.ledger.span(TimeClass.PRODUCTIVE), self.ending_together(), self.iterations.iteration() as idle:
+        with self.ledger.span(TimeClass.PRODUCTIVE), self._ending_together(), self.iterations.iteration() as idle:
             yield idle
 
     def run_update(self, update: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -221,7 +161,8 @@ class AccelPact:
         Args:
             update: Does it: the forward and backward passes of all micro-batches, clipping, and at its end ``step`` of
                 one or more optimizers. May be called several times; batches come from outside.
-            args: What it is called with, such as the batches. Not run again if it has written to their tensors in place.
+            args: What it is called with, such as the batches. Not run again if it has written to their tensors in
+                place.
             kwargs: Likewise.
 
         Returns:
@@ -233,16 +174,18 @@ class AccelPact:
                 of ``accumulate`` or of another update.
         """
         if self.iterations.inside or self._update_runs:
-            raise UpdateMisuse("run_update() was called inside of accumulate() or of another run_update(): an update has one of them")
+            raise UpdateMisuse(
+                "run_update() was called inside of accumulate() or of another run_update(): an update has one of them"
+            )
         self._begin_training()
         self._update_runs = True
         try:
-            with self.ledger.span(TimeClass.PRODUCTIVE), self.ending_together():
+            with self.ledger.span(TimeClass.PRODUCTIVE), self._ending_together():
                 result = self._update.run(update, *args, **kwargs)
         finally:
             self._update_runs = False
             self._written.clear()
-        self._count_update()
+        self._account_for_update()
         return result
 
     def resilient_update(self, update: Callable[..., T]) -> Callable[..., T]:
@@ -259,10 +202,6 @@ class AccelPact:
             self.runtime.guard_updates(self)
             self._account.begin(self.committed_updates)
             self.ledger.switch(TimeClass.DATA_LOADING)
-
-    def _count_update(self) -> None:
-        self._account.take_in(self.incidents)
-        self._account.time_update(self.committed_updates)
 
     def _drop_gradients(self) -> None:
         self.runtime.drop_gradients(self._optimizers)
@@ -324,39 +263,11 @@ class AccelPact:
     def _commit_if_written(self) -> None:
         if self.runtime.machine.progress.phase is Phase.STEPPING:
             self._written.clear()
-            with self.ending_together():
+            with self._ending_together():
                 self.iterations.commit()
             self.ledger.switch(TimeClass.DATA_LOADING)
 
-    @contextmanager
-    def ending_together(self) -> Iterator[None]:
-        """An error ends the run on every rank, instead of leaving the peers waiting for this one."""
-        try:
-            yield
-        except (StopIteration, GeneratorExit):
-            raise
-        except BaseException as error:
-            self.runtime.stop_peers(error)
-            raise
-
     # -- outside an update
-
-    def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a step outside an update that communicates, such as the forward pass of an evaluation.
-
-        If a fault strikes in it, it runs again on all ranks, from the same state of generators, buffers, metrics and
-        attributes. Needless for Accelerate's own collectives, such as ``accelerator.gather``.
-
-        Args:
-            step: Does it. May be called several times; batches come from outside.
-            args: What it is called with.
-            kwargs: Likewise.
-
-        Returns:
-            What ``step`` returned.
-        """
-        with self.ledger.span(TimeClass.EVALUATION), self.ending_together():
-            return self.runtime.run_step(lambda: step(*args, **kwargs), self._evaluation)
 
     def operation(self, operation: Callable[[], T], rewind: Callable[[], None] = lambda: None) -> T:
         """Run what all ranks do together outside an update, again if a fault strikes in it."""
@@ -385,10 +296,7 @@ class AccelPact:
         Returns:
             As of :meth:`~lightning_accelpact.goodput.metric.GoodputMetric.measure`.
         """
-        self._account.take_in(self.incidents)
-        metric = GoodputMetric(dist_sync_fn=MetricSync(self.runtime.operations)).to(self.device)
-        with self.ending_together():
-            return metric.measure(self.ledger.totals(), self._account.incident_count)
+        return self._measure_goodput(self.device)
 
     # -- the end
 
@@ -397,35 +305,9 @@ class AccelPact:
 
         Prints the goodput summary. ``accelerator.end_training()`` calls it, or else the interpreter's exit.
         """
-        if not self._open:
-            return
-        self.ledger.switch(TimeClass.OTHER)
-        self.runtime.finish()
-        self._conclude(self.gather_json(self._record()))
-        self.runtime.detach()
-
-    def _record(self) -> dict[str, Any]:
-        return self._account.record(self.committed_updates, self.incidents)
-
-    def _conclude(self, records: list[dict[str, Any]]) -> None:
-        self._open = False
-        if not (self._reports and self._training):
-            return
-        summary = self._account.conclude(records)
-        if self._account.options.print_summary and self.speaks:
-            Console().print(render(summary))
-
-    def on_exception(self, error: BaseException) -> None:
-        """The script ends with an error: the peers must not wait for this rank."""
         if self._open:
-            self.runtime.stop_on_fault(error, "outside of accumulate(), run_update() and run()")
-            self.runtime.stop_peers(error)
-
-    def on_exit(self) -> None:
-        """The script ends; without an error this rank takes its leave, with one it says what it knows."""
-        if self._open and self.runtime.stopped:
-            self._conclude([self._record()])
-        self.finish()
+            super().finish()
+            self.runtime.detach()
 
 
 _NO_IDIOM = (

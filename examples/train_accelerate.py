@@ -1,7 +1,8 @@
 """Train a small language model on 4 local processes (2 replicas x 2 shards) in a plain Accelerate loop, with faults.
 
-The same model and text as in ``train_lightning.py``. Nothing in the loop knows about recovery: the configuration file turns
-it on. To see links fail in the middle of a backward pass and between two updates, and that the weights come out the same:
+The same model and text as in ``train_lightning.py``. Nothing in the loop knows about recovery: the configuration file
+turns it on. To see links fail in the middle of a backward pass and between two updates, and that the weights come out
+the same:
 
     accelerate launch --config_file examples/accelerate_hsdp.yaml examples/train_accelerate.py \
         --fault backward@3:3 --fault boundary@5 --verify

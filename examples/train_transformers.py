@@ -1,8 +1,10 @@
 """Train a tiny, randomly initialized Llama on 4 local processes with transformers' Trainer as it is, with faults.
 
-The Trainer makes the ``Accelerator`` itself; the configuration file turns recovery on. Needs ``pip install '.[transformers]'``.
+The Trainer makes the ``Accelerator`` itself; the configuration file turns recovery on. Needs
+``pip install '.[transformers]'``.
 
-    accelerate launch --config_file examples/accelerate_hsdp.yaml --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer \
+    accelerate launch --config_file examples/accelerate_hsdp.yaml \
+        --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer \
         examples/train_transformers.py --fault backward@3:3 --fault boundary@5 --verify
 """
 
@@ -82,8 +84,9 @@ def fit(args: argparse.Namespace, faults: FaultPlan | None) -> Outcome:
     )
     trainer.train()
     accelerator = trainer.accelerator
-    mine = (state_digest(trainer.model_wrapped, [trainer.optimizer.optimizer]), bool(accelerator.accelpact.pending_faults))
-    digests, faults_left = zip(*gather_object([mine]), strict=True)
+    digest = state_digest(trainer.model_wrapped, [trainer.optimizer.optimizer])
+    left = bool(accelerator.accelpact.pending_faults)
+    digests, faults_left = zip(*gather_object([(digest, left)]), strict=True)
     accelerator.end_training()
     accelerator.free_memory()
     return Outcome(digests, faults_left, speaks=accelerator.is_main_process)

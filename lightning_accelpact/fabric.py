@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -11,29 +11,25 @@ import torch
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_accelpact import loop
-from lightning_accelpact.goodput import GoodputAccount, GoodputOptions, GoodputSummary, TimeClass, process_age, render
-from lightning_accelpact.goodput.metric import GoodputMetric
+from lightning_accelpact.goodput import GoodputOptions, TimeClass
 from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
-from lightning_accelpact.metric_sync import MetricSync
-from lightning_accelpact.participants import Attributes, Metrics, modules_with_attributes
-from lightning_accelpact.recovery import ending, fsdp2
+from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPlan
 from lightning_accelpact.recovery.options import RecoveryOptions
 from lightning_accelpact.recovery.update import UpdateMisuse, UpdateRunner, VotingClosure
-from lightning_accelpact.recovery.window import Buffers, Modes, Window
+from lightning_accelpact.recovery.window import Window
+from lightning_accelpact.user_run import UserRun
 
 T = TypeVar("T")
 
 
-class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
+class FabricHSDPStrategy(UserRun, ResilientHSDP, ModelParallelStrategy):
     """Hybrid-sharded data parallelism (FSDP2) for Fabric that survives failed collectives in any phase of an update.
 
     The same guarantees as :class:`~lightning_accelpact.strategy.ResilientHSDPStrategy` gives under the Trainer. As the
@@ -64,9 +60,6 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
     Raises:
         ValueError: if an option is out of range; nothing has been started then.
     """
-
-    # Whether the time before the launch has been counted: once per process, not once per strategy
-    _startup_counted = False
 
     def __init__(
         self,
@@ -116,26 +109,10 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         )
         self._manual = checked_manual(manual_optimization, ("update", "fail_stop"))
         self._backward_sync_control = _GradientSync()
-        self._account = GoodputAccount(self.ledger, GoodputOptions() if isinstance(goodput, bool) else goodput)
-        self._reports = bool(goodput)
-        self._protected = torch.nn.ModuleList()
-        self._owners: list[Any] = []
+        self._prepare_run(goodput)
         self._optimizers: list[Optimizer] = []
         self._update: UpdateRunner | None = None
-        self._window = self._make_window()
-        self._evaluation = self._make_window()
-        self._training = False
-        self._open = False
-
-    def _make_window(self) -> Window:
-        """Captures what a step changes besides gradients, in all that is protected by then."""
-        root = self._protected
-        return Window([Metrics(root), Attributes(self._owners), Buffers(root), Modes(root)])
-
-    @property
-    def summary(self) -> GoodputSummary | None:
-        """What the time went to and what the faults cost; ``None`` before :meth:`finish`."""
-        return self._account.summary
+        self._window = Window(self._participants())
 
     # -- set-up
 
@@ -147,16 +124,8 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         self.runtime.protect(self._protected)
         if self._manual == "update":
             self._update = self.runtime.update_runner(self._window, self._drop_gradients)
-        self._keep_account()
-        self._open = True
-        ending.watch(self)
-
-    def _keep_account(self) -> None:
-        self._account.rank, self._account.world_size = self.global_rank, self.world_size
-        if not FabricHSDPStrategy._startup_counted:
-            FabricHSDPStrategy._startup_counted = True
-            self._account.count_startup(process_age())
-        self.ledger.switch(TimeClass.INITIALIZATION)
+        self._keep_account(self.global_rank, self.world_size)
+        self._open_run(Window(self._participants()))
 
     def _parallelize(self, module: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
         self._shard(module)
@@ -201,22 +170,6 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         self._optimizers.append(optimizer)
         return optimizer
 
-    def track(self, *objects: Any) -> None:
-        """Set these back, too, when an update or an evaluation step runs again; modules set up by Fabric are anyway.
-
-        Args:
-            objects: torchmetrics, modules (their metrics, buffers and plain attributes), or objects of other classes
-                (their attributes: numbers, texts, tensors, and lists, sets and dictionaries of them).
-        """
-        for one in objects:
-            if not isinstance(one, torch.nn.Module):
-                self._owners.append(one)
-                continue
-            self._protected.append(one)
-            self._owners += modules_with_attributes(one)
-            for metric in (part for part in one.modules() if isinstance(part, Metric)):
-                metric.dist_sync_fn = metric.dist_sync_fn or MetricSync(self.operations)
-
     # -- an update
 
     def run_update(self, update: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -254,23 +207,10 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             self.runtime.guard_updates(self._window)
             self._account.begin(self.committed_updates)
 
-    def _account_for_update(self) -> None:
-        self._account.take_in(self.incidents)
-        self._account.time_update(self.committed_updates)
-
     def _drop_gradients(self) -> None:
         self.runtime.drop_gradients(self._optimizers)
         self._protected.zero_grad(set_to_none=True)
         loop.reset_scaler(self.precision)
-
-    @contextmanager
-    def _ending_together(self) -> Iterator[None]:
-        """An error ends the run on every rank, instead of leaving the peers waiting for this one."""
-        try:
-            yield
-        except BaseException as error:
-            self.runtime.stop_peers(error)
-            raise
 
     def _before_forward(self, *_: Any) -> None:
         if self._update is None:
@@ -336,23 +276,6 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
 
     # -- steps and collectives outside an update
 
-    def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a step outside an update that communicates, such as the forward pass of an evaluation.
-
-        If a fault strikes in it, it runs again on all ranks, from the same state of generators, buffers, metrics and
-        attributes. Needless for Fabric's own collectives, such as ``fabric.all_reduce``.
-
-        Args:
-            step: Does it. May be called several times; batches come from outside.
-            args: What it is called with.
-            kwargs: Likewise.
-
-        Returns:
-            What ``step`` returned.
-        """
-        with self.ledger.span(TimeClass.EVALUATION), self._ending_together():
-            return self.runtime.run_step(lambda: step(*args, **kwargs), self._evaluation)
-
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A tensor reduced over all ranks, in place."""
         return self._reduced(super().all_reduce, tensor, group, reduce_op)
@@ -379,50 +302,13 @@ class FabricHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         self._account.checkpoint(self.committed_updates)
         return rest
 
-    def finish(self) -> None:
-        """The run is over: leave together, since a peer may need this rank to repair its last update.
-
-        Prints the goodput summary. If the script does not call it, it is called when the interpreter exits.
-        """
-        if not self._open:
-            return
-        self.ledger.switch(TimeClass.OTHER)
-        self.runtime.finish()
-        self._conclude(self.gather_json(self._record()))
-
     def goodput_metrics(self) -> dict[str, float]:
         """The goodput of all ranks so far, for ``fabric.log_dict``; a collective call, between two updates.
 
         Returns:
             As of :meth:`~lightning_accelpact.goodput.metric.GoodputMetric.measure`.
         """
-        self._account.take_in(self.incidents)
-        metric = GoodputMetric(dist_sync_fn=MetricSync(self.operations)).to(self.root_device)
-        with self._ending_together():
-            return metric.measure(self.ledger.totals(), self._account.incident_count)
-
-    def _record(self) -> dict[str, Any]:
-        return self._account.record(self.committed_updates, self.incidents)
-
-    def _conclude(self, records: list[dict[str, Any]]) -> None:
-        self._open = False
-        if not (self._reports and self._training):
-            return
-        summary = self._account.conclude(records)
-        if self._account.options.print_summary and self.is_global_zero:
-            Console().print(render(summary))
-
-    def on_exception(self, error: BaseException) -> None:
-        """The script ends with an error: the peers must not wait for this rank."""
-        if self._open:
-            self.runtime.stop_on_fault(error, "outside of run_update() and run()")
-            self.runtime.stop_peers(error)
-
-    def on_exit(self) -> None:
-        """The script ends; without an error this rank takes its leave, with one it says what it knows."""
-        if self._open and self.runtime.stopped:
-            self._conclude([self._record()])
-        self.finish()
+        return self._measure_goodput(self.root_device)
 
     def teardown(self) -> None:
         """Detach from the session; communicators stay for a next run in this process."""

@@ -180,7 +180,8 @@ def after_the_context(faults: list[Fault] | None = None, **options: Any) -> dict
             scores.append(evaluate(prepared))
         if done == 5:
             break
-    return prepared.result(losses=losses, scores=scores, iterations=accelerator.gather(torch.tensor(iterations)).tolist())
+    everybodys_iterations = accelerator.gather(torch.tensor(iterations)).tolist()
+    return prepared.result(losses=losses, scores=scores, iterations=everybodys_iterations)
 
 
 def evaluate(prepared: Prepared) -> float:

@@ -36,7 +36,10 @@ def undisturbed() -> Callable[..., list[dict[str, Any]]]:
     return run
 
 
-def same(results: list[dict[str, Any]], expected: list[dict[str, Any]], *, but: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+Results = list[dict[str, Any]]
+
+
+def same(results: Results, expected: Results, *, but: tuple[str, ...] = ()) -> Results:
     """Compare all that must not differ; returns the incidents, of which every rank has recovered."""
     for rank, (result, wanted) in enumerate(zip(results, expected, strict=True)):
         assert result["pending"] == []
@@ -71,7 +74,7 @@ WITH_ONE = [place for place in PLACES if not place.startswith("first")]  # accum
 @pytest.mark.parametrize(
     ("accumulate", "place"), [*((4, place) for place in PLACES), *((1, place) for place in WITH_ONE)]
 )
-@pytest.mark.parametrize(("kind", "victim"), [(EXCEPTION, 3), (SOCKETS, 0)], ids=lambda value: getattr(value, "value", ""))
+@pytest.mark.parametrize(("kind", "victim"), [(EXCEPTION, 3), (SOCKETS, 0)], ids=["exception", "sockets"])
 def test_one_fault_changes_nothing(
     accumulate: int, place: str, kind: FaultKind, victim: int, undisturbed: Any
 ) -> None:

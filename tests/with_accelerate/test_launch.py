@@ -29,9 +29,9 @@ def launch(folder: Path, section: str, *flags: str, **environment: str) -> subpr
     """Accelerate's own command, as a user calls it."""
     (folder / "config.yaml").write_text(BASE + section)
     (folder / "script.py").write_text(SCRIPT)
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", str(folder / "config.yaml")]
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch"]
     return subprocess.run(
-        [*command, *flags, str(folder / "script.py")],
+        [*command, "--config_file", str(folder / "config.yaml"), *flags, str(folder / "script.py")],
         capture_output=True, text=True, timeout=120, env={**os.environ, **environment},
     )  # fmt: skip
 
@@ -40,8 +40,9 @@ def test_the_section_reaches_the_script(tmp_path: Path) -> None:
     section = "accelpact_config:\n  use_accelpact: true\n  collective_timeout: 60\n"
     result = launch(tmp_path, section, "--accelpact_repair_budget", "70")
     assert result.returncode == 0, result.stderr
-    for text in ("'ACCELERATE_USE_ACCELPACT': 'true'", "'ACCELPACT_COLLECTIVE_TIMEOUT': '60'", "'ACCELPACT_REPAIR_BUDGET': '70'"):
-        assert text in result.stdout
+    said = {"ACCELERATE_USE_ACCELPACT": "true", "ACCELPACT_COLLECTIVE_TIMEOUT": "60", "ACCELPACT_REPAIR_BUDGET": "70"}
+    for name, value in said.items():
+        assert f"'{name}': '{value}'" in result.stdout
 
 
 def test_a_misspelt_section_is_an_error(tmp_path: Path) -> None:
