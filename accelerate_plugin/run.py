@@ -232,6 +232,7 @@ class AccelPact(UserRun):
         self.enter(Phase.BACKWARD)
         try:
             yield
+            self.runtime.machine.leave_pass()
         except RuntimeError as error:
             if not (self._update_runs or self.iterations.inside):
                 self.runtime.stop_on_fault(error, f"inside an update, and {_NO_IDIOM}")
