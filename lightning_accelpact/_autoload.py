@@ -71,7 +71,8 @@ def _extend_accelerate_launch() -> None:
 
 # The module of Accelerate that has just been imported -> what to do then
 _HOOKS: dict[str, Callable[[], None]] = {
-    "accelerate.accelerator": _turn_on_accelerate,
+    # The package imports it after accelerate.accelerator, in whose middle torch may have been imported, and so this
+    "accelerate.launchers": _turn_on_accelerate,
     "accelerate.commands.launch": _extend_accelerate_launch,
 }
 

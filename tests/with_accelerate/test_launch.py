@@ -82,3 +82,45 @@ def test_nothing_said_is_nothing_done() -> None:
 def test_what_is_wrong_is_said(flags: dict[str, Any], section: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         variables(flags, section)
+
+
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python with these environment variables."""
+    command = [sys.executable, "-c", code] if not arguments else [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"ACCELERATE_USE_ACCELPACT": "true"}, True),
+        ({}, False),
+        ({"ACCELERATE_USE_ACCELPACT": "true", "ACCELPACT_AUTOLOAD": "0"}, False),
+    ],
+)
+def test_an_unchanged_script_is_looked_after_if_its_environment_says_so(
+    environment: dict[str, str], expected: bool
+) -> None:
+    code = "import sys, accelerate; print('accelerate_plugin.adapter' in sys.modules)"
+    result = python(code, **environment)
+    assert (result.returncode, result.stdout.strip()) == (0, str(expected)), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"ACCELERATE_USE_ACCELPACT": "tru"}, "ACCELERATE_USE_ACCELPACT='tru' must be true or false"),
+        ({"ACCELERATE_USE_ACCELPACT": "true", "ACCELPACT_SHRAD": "2"}, "did you mean ACCELPACT_SHARD"),
+    ],
+)
+def test_a_misspelt_environment_ends_an_unchanged_script(environment: dict[str, str], words: str) -> None:
+    result = python("from accelerate import Accelerator; Accelerator(cpu=True)", **environment)
+    assert result.returncode != 0
+    assert words in result.stderr
+
+
+def test_a_script_can_be_run_by_the_package(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(sys.argv[1:], os.environ['ACCELERATE_USE_ACCELPACT'], __name__, sys.path[0])")
+    result = python("", "-m", "accelerate_plugin", str(script), "--updates", "3")
+    assert result.stdout.strip() == f"['--updates', '3'] true __main__ {tmp_path}", result.stderr
