@@ -187,6 +187,12 @@ class Iterations:
         """Why the current update cannot be run again; empty if it can."""
         return self._obstacle or self._batches.obstacle
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a fault has ended the current update, and it has not been applied since."""
+        frontier, iteration = self._idle_until
+        return iteration > 0 and frontier == self._machine.progress.frontier
+
     def redo(self) -> None:
         """The update of this rank is to run again: forget what it has computed."""
         incident = self._machine.incidents[-1]

@@ -306,11 +306,18 @@ class AccelPact(UserRun):
 
         Prints the goodput summary. ``accelerator.end_training()`` calls it, or else the interpreter's exit.
         """
-        if self._open:
-            super().finish()
-            self.runtime.detach()
+        if not self._open:
+            return
+        if self.iterations.interrupted and not self.runtime.stopped:
+            self.runtime.machine.stop_all(_ENDED_EARLY)
+        super().finish()
+        self.runtime.detach()
 
 
+_ENDED_EARLY = (
+    "the loop has ended before the update that a fault interrupted has run again: a repeated update costs further"
+    " iterations, so let it end after a number of updates, counted where accelerator.sync_gradients is true"
+)
 _NO_IDIOM = (
     "the update is neither in `with accelerator.accumulate(model):` nor in a function given to"
     " accelerator.accelpact.run_update()"

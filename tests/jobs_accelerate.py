@@ -184,6 +184,17 @@ def after_the_context(faults: list[Fault] | None = None, **options: Any) -> dict
     return prepared.result(losses=losses, scores=scores, iterations=everybodys_iterations)
 
 
+def counting_iterations(faults: list[Fault] | None = None) -> dict[str, Any]:
+    """A loop that ends after a number of iterations, which it should not."""
+    prepared = Prepared(faults)
+    for inputs, targets in islice(prepared.loader, 6):
+        with prepared.accelerator.accumulate(prepared.model):
+            prepared.accelerator.backward(nn.functional.mse_loss(prepared.model(inputs), targets))
+            prepared.optimizer.step()
+            prepared.optimizer.zero_grad()
+    return prepared.result()
+
+
 def evaluate(prepared: Prepared) -> float:
     """A step of an evaluation, which draws random numbers."""
     model = prepared.model

@@ -126,6 +126,13 @@ def test_a_loop_that_says_nothing_stops_where_an_update_would_have_to_run_again(
         assert "neither in `with accelerator.accumulate(model):`" in result.error
 
 
+def test_a_loop_that_ends_before_its_update_has_run_again_is_an_error() -> None:
+    fault = Fault(kind=EXCEPTION, rank=3, **at(FaultPoint.BACKWARD, 2))
+    results = ranks("counting_iterations", [fault])
+    assert [result.exit_code for result in results] == [FAIL_STOP_EXIT_CODE] * 4
+    assert any("let it end after a number of updates" in result.error for result in results)
+
+
 @pytest.mark.parametrize("point", [FaultPoint.BACKWARD, FaultPoint.VOTE, FaultPoint.BOUNDARY])
 def test_steps_and_collectives_may_follow_the_context(point: FaultPoint, undisturbed: Any) -> None:
     fault = Fault(kind=EXCEPTION, rank=3, **at(point, 2))
