@@ -46,6 +46,7 @@ class AccelPact(UserRun):
         )
         self._prepare_run(plugin.goodput)
         self._optimizers: list[Optimizer] = []
+        self._models: list[torch.nn.Module] = []
         self._written: set[int] = set()  # the optimizers that have stepped in the current update
         self._scaler: Any = None
         self.device = torch.device("cpu")
@@ -85,7 +86,7 @@ class AccelPact(UserRun):
         self._update: UpdateRunner = self.runtime.update_runner(self._window, self._drop_gradients)
         redo_function = machine.on_redo
         self.iterations = Iterations(
-            machine, counters, participants, drop_gradients=self._drop_gradients, on_commit=self._account_for_update
+            machine, counters, participants, drop_gradients=self._drop_gradients, on_commit=self._committed
         )
         machine.on_redo = lambda: (redo_function if self._update_runs else self.iterations.redo)()
         self._update_runs = False
@@ -93,15 +94,16 @@ class AccelPact(UserRun):
 
     def protect(self, model: torch.nn.Module) -> None:
         """Reset and rebind this model in a repair; it has been sharded."""
-        if any(model is known for known in self._protected):
+        if any(model is known for known in self._models):
             return
+        self._models.append(model)
         self.track(model)
         model.register_forward_pre_hook(self._before_forward, prepend=True)  # before FSDP gathers anything
 
     @property
     def protects(self) -> bool:
         """Whether there is a model."""
-        return len(self._protected) > 0
+        return bool(self._models)
 
     def take_in(self, optimizer: Optimizer) -> None:
         """Vote on this optimizer's steps."""
@@ -109,6 +111,7 @@ class AccelPact(UserRun):
 
     def release(self) -> None:
         """Forget models, optimizers, and what :meth:`track` was given."""
+        self._models.clear()
         self._optimizers.clear()
         self._owners.clear()
         self._protected._modules.clear()
@@ -139,7 +142,7 @@ class AccelPact(UserRun):
 
     @property
     def _trains(self) -> bool:
-        return any(module.training for module in self._protected)
+        return any(model.training for model in self._models)
 
     @property
     def plain(self) -> bool:
@@ -171,12 +174,10 @@ class AccelPact(UserRun):
         Raises:
             FailStop: if a fault in it could not be repaired.
             UpdateMisuse: if it goes on computing after a step, leaves gradients for a later update, or is called inside
-                of ``accumulate`` or of another update.
+                of another update, also of one that ``accumulate`` has begun.
         """
-        if self.iterations.inside or self._update_runs:
-            raise UpdateMisuse(
-                "run_update() was called inside of accumulate() or of another run_update(): an update has one of them"
-            )
+        if self.iterations.begun or self._update_runs:
+            raise UpdateMisuse("run_update() was called inside of an update that accumulate() or run_update() has begun")
         self._begin_training()
         self._update_runs = True
         try:
@@ -184,8 +185,7 @@ class AccelPact(UserRun):
                 result = self._update.run(update, *args, **kwargs)
         finally:
             self._update_runs = False
-            self._written.clear()
-        self._account_for_update()
+        self._committed()
         return result
 
     def resilient_update(self, update: Callable[..., T]) -> Callable[..., T]:
@@ -202,6 +202,10 @@ class AccelPact(UserRun):
             self.runtime.guard_updates(self)
             self._account.begin(self.committed_updates)
             self.ledger.switch(TimeClass.DATA_LOADING)
+
+    def _committed(self) -> None:
+        self._written.clear()
+        self._account_for_update()
 
     def _drop_gradients(self) -> None:
         self.runtime.drop_gradients(self._optimizers)
@@ -263,7 +267,6 @@ class AccelPact(UserRun):
 
     def _commit_if_written(self) -> None:
         if self.runtime.machine.progress.phase is Phase.STEPPING:
-            self._written.clear()
             with self._ending_together():
                 self.iterations.commit()
             self.ledger.switch(TimeClass.DATA_LOADING)
