@@ -69,7 +69,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     if plugin is None:
         _plain_init(self, **arguments)
         return
-    checks.one_plugin(given)
+    checks.handlers(handlers)
     arguments["kwargs_handlers"] = [handler for handler in handlers if handler not in given] or None
     config = arguments["parallelism_config"] = checks.parallelism(plugin, arguments, _known_parallelism())
     run = AccelPact(plugin, config.dp_replicate_size, config.dp_shard_size)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs, KwargsHandler
 
 from accelerate_plugin.plugin import AccelPactPlugin
 from lightning_accelpact.recovery.options import HsdpShape
@@ -27,14 +27,21 @@ def flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
-def one_plugin(given: Sequence[AccelPactPlugin]) -> None:
-    """Refuse more than one.
+def handlers(given: Sequence[KwargsHandler]) -> None:
+    """Refuse more than one plugin, and options of process groups, which AccelPact makes itself.
 
     Raises:
-        ValueError: says so.
+        ValueError: says what to do.
     """
-    if len(given) > 1:
-        raise ValueError(f"kwargs_handlers holds {len(given)} AccelPactPlugin(...): pass one")
+    plugins = [handler for handler in given if isinstance(handler, AccelPactPlugin)]
+    if len(plugins) > 1:
+        raise ValueError(f"kwargs_handlers holds {len(plugins)} AccelPactPlugin(...): pass one")
+    for handler in given:
+        if isinstance(handler, InitProcessGroupKwargs) and (options := handler.to_kwargs()):
+            raise ValueError(
+                f"InitProcessGroupKwargs({', '.join(options)}) has no effect, since AccelPact makes the process groups:"
+                " leave it out; AccelPactPlugin(collective_timeout=...) limits what a collective may take"
+            )
 
 
 def parallelism(

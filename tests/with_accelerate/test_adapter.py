@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.metadata import version
 
 import accelerate.data_loader
@@ -16,6 +17,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin as FSDP
+from accelerate.utils import InitProcessGroupKwargs
 
 from accelerate_plugin import adapter
 
@@ -118,20 +121,24 @@ def test_an_accelerator_without_the_plugin_is_left_alone() -> None:
         ("fsdp_plugin=FSDP(fsdp_version=2), mixed_precision='fp8', ", {"WORLD_SIZE": "4"}, "fp8"),
         ("fsdp_plugin=FSDP(fsdp_version=2), ", {"WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true"},
          "deepspeed_plugin"),
+        ("fsdp_plugin=FSDP(fsdp_version=2), handlers=[Init(timeout=timedelta(1))], ", {"WORLD_SIZE": "4"},
+         r"InitProcessGroupKwargs\(timeout\) has no effect"),
+        ("fsdp_plugin=FSDP(fsdp_version=2), handlers=[plugin], ", {"WORLD_SIZE": "4"}, "holds 2 AccelPactPlugin"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_work_with_is_refused_before_anything_starts(
     arguments: str, environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelerate.utils import FullyShardedDataParallelPlugin as FSDP  # noqa: N814
-
     environment = dict(environment)
     replicate = environment.pop("replicate", "auto")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     plugin = adapter.AccelPactPlugin(replicate=int(replicate) if replicate != "auto" else "auto")
-    names = {"FSDP": FSDP, "PC": ParallelismConfig, "Accelerator": Accelerator, "plugin": plugin}
+    names = {
+        "FSDP": FSDP, "PC": ParallelismConfig, "plugin": plugin, "Init": InitProcessGroupKwargs, "timedelta": timedelta,
+    }  # fmt: skip
+    options = eval(f"dict({arguments})", names)
     with pytest.raises(ValueError, match=words):
-        eval(f"Accelerator({arguments}kwargs_handlers=[plugin])", names)
+        Accelerator(kwargs_handlers=[plugin, *options.pop("handlers", [])], **options)
     assert PartialState._shared_state == {}
