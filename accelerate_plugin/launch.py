@@ -35,7 +35,7 @@ def extend() -> None:
 
     def validate_launch_command(args: argparse.Namespace) -> Any:
         result = validate(args)
-        os.environ.update(variables(vars(args), getattr(result[1], _SECTION, None) or {}))
+        os.environ.update(variables(vars(args), getattr(result[1], _SECTION, None) or {}, os.environ))
         return result
 
     launch.launch_command_parser = launch_command_parser
@@ -60,12 +60,15 @@ def _with_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def variables(flags: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, str]:
-    """The workers' environment variables.
+def variables(
+    flags: Mapping[str, Any], section: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """What to set in the workers' environment.
 
     Args:
         flags: The launcher's arguments; those of AccelPact are ``None`` where they were not given.
-        section: ``accelpact_config`` of the configuration file; flags come before it.
+        section: ``accelpact_config`` of the configuration file.
+        environment: What is set already; it comes before the section, and flags come before both.
 
     Raises:
         ValueError: if the section has a key that there is not, or lacks the switch, or if a value is not allowed.
@@ -76,13 +79,17 @@ def variables(flags: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str,
     on_line = {name: flags[_FLAG + name] for name in PARSERS if flags.get(_FLAG + name) is not None}
     options = parsed(in_file, lambda name: f"{_SECTION}.{name}") | parsed(on_line, lambda name: f"--{_FLAG}{name}")
     AccelPactPlugin(**options)  # which checks them
-    use = section.get(_USE) if flags.get(_USE) is None else flags[_USE]
-    if use is None:
-        if options:
-            raise ValueError(f"--{_FLAG}{next(iter(options))} was given without --{_USE}")
-        return {}
-    switch = {SWITCH: str(switched_on(use, _USE)).lower()}
-    return switch | {f"{PREFIX}{name.upper()}": text for name, text in (in_file | on_line).items()}
+    from_file = _named(in_file, section.get(_USE))
+    environment = environment or {}
+    given = {name: text for name, text in from_file.items() if name not in environment} | _named(on_line, flags.get(_USE))
+    if options and SWITCH not in given | dict(environment):
+        raise ValueError(f"--{_FLAG}{next(iter(options))} was given without --{_USE}")
+    return given
+
+
+def _named(options: Mapping[str, str], use: Any) -> dict[str, str]:
+    switch = {} if use is None else {SWITCH: str(switched_on(use, _USE)).lower()}
+    return switch | {f"{PREFIX}{name.upper()}": text for name, text in options.items()}
 
 
 def _text(value: Any) -> str:

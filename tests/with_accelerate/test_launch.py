@@ -64,6 +64,15 @@ def test_flags_come_before_the_section() -> None:
     }  # fmt: skip
 
 
+def test_the_environment_comes_before_the_section_and_after_flags() -> None:
+    section = {"use_accelpact": True, "shard": 4, "repair_budget": 700}
+    environment = {"ACCELERATE_USE_ACCELPACT": "false", "ACCELPACT_SHARD": "2"}
+    assert variables({}, section, environment) == {"ACCELPACT_REPAIR_BUDGET": "700"}
+    assert variables({"use_accelpact": True, "accelpact_shard": "8"}, section, environment) == {
+        "ACCELERATE_USE_ACCELPACT": "true", "ACCELPACT_SHARD": "8", "ACCELPACT_REPAIR_BUDGET": "700",
+    }  # fmt: skip
+
+
 def test_nothing_said_is_nothing_done() -> None:
     assert variables({"use_accelpact": None, "accelpact_shard": None}, {}) == {}
 
