@@ -6,7 +6,6 @@ others alone. ``tests/with_accelerate/test_adapter.py`` fails loudly when an att
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import inspect
 import os
@@ -299,7 +298,11 @@ class _ResilientOptimizer(AcceleratedOptimizer):
 
 def _as(cls: type, state: dict[str, Any]) -> tuple[Any, ...]:
     """How to pickle an object: as Accelerate's own, since a run cannot be."""
-    return copyreg.__newobj__, (cls,), state
+    return _blank, (cls,), state
+
+
+def _blank(cls: type) -> Any:
+    return object.__new__(cls)
 
 
 # -- loaders and collectives

@@ -81,7 +81,8 @@ def variables(
     AccelPactPlugin(**options)  # which checks them
     from_file = _named(in_file, section.get(_USE))
     environment = environment or {}
-    given = {name: text for name, text in from_file.items() if name not in environment} | _named(on_line, flags.get(_USE))
+    given = {name: text for name, text in from_file.items() if name not in environment}
+    given |= _named(on_line, flags.get(_USE))
     if options and SWITCH not in given | dict(environment):
         raise ValueError(f"--{_FLAG}{next(iter(options))} was given without --{_USE}")
     return given

@@ -37,6 +37,8 @@ def run(script: str, function: str, protected: bool) -> int:
 
     allow_fsdp_on_cpu()
     warnings.simplefilter("ignore")
+    if script != "test_ops":
+        Accelerator()  # as these scripts do first of all
     call = getattr(import_module(f"accelerate.test_utils.scripts.{script}"), function)
     makers = {"state": PartialState, "accelerator": Accelerator}
     call(*(makers[name]() for name in inspect.signature(call).parameters if name in makers))
