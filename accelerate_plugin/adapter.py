@@ -226,7 +226,7 @@ class _Resilient:
 
     def end_training(self) -> None:
         """Leave together, report, and end the trackers. The process groups stay for a next run in this process."""
-        if self.trackers:
+        if self.log_with and self.accelpact.is_open:  # the trackers themselves are the main process's alone
             self.log(self.accelpact.goodput_metrics(), step=self.accelpact.committed_updates)
         self.accelpact.finish()
         for tracker in self.trackers:

@@ -58,6 +58,11 @@ class AccelPact(UserRun):
         """This rank's injected faults that have not struck."""
         return self.runtime.pending_faults
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the run has begun and :meth:`finish` has not been called."""
+        return self._open
+
     # -- set-up
 
     def begin(self, place: Place) -> None:

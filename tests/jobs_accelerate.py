@@ -32,6 +32,7 @@ class Prepared:
         dataset: Dataset | None = None,
         accelerator: dict[str, Any] | None = None,
         loader: dict[str, Any] | None = None,
+        normalized: bool = True,
         **plugin: Any,
     ) -> None:
         options = {"faults": FaultPlan(faults or ()), "goodput": False, "collective_timeout": 30.0,
@@ -50,6 +51,8 @@ class Prepared:
         )
         set_seed(11)
         model = Net()
+        for block in model.blocks if not normalized else ():
+            block.norm = nn.Identity()  # BatchNorm on CPUs does not mix precisions
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
         batches = DataLoader(dataset or Samples(), batch_size=4, shuffle=not isinstance(dataset, IterableDataset))
@@ -283,9 +286,10 @@ def checkpoints(folder: str, save: Fault | None = None, load: Fault | None = Non
     prepared = Prepared(accelerator={"project_config": project})
     accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
     digests = []
+    batches = list(islice(prepared.loader, 4))
 
     def some_updates() -> None:
-        for inputs, targets in islice(prepared.loader, 4):
+        for inputs, targets in batches:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
                 optimizer.step()
@@ -302,7 +306,6 @@ def checkpoints(folder: str, save: Fault | None = None, load: Fault | None = Non
         accelerator.load_state()
     torch.set_rng_state(rng)
     model.calls, model.outputs = calls, outputs
-    prepared.loader.set_epoch(1)
     some_updates()
     return prepared.result(digests=digests)
 
