@@ -42,4 +42,6 @@ def run(script: str, function: str, protected: bool) -> int:
     call = getattr(import_module(f"accelerate.test_utils.scripts.{script}"), function)
     makers = {"state": PartialState, "accelerator": Accelerator}
     call(*(makers[name]() for name in inspect.signature(call).parameters if name in makers))
+    if PartialState._shared_state:
+        PartialState().wait_for_everyone()  # nobody ends while others wait for it
     return len(adapter._current.incidents) if protected and adapter._current else -1
