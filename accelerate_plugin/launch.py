@@ -34,8 +34,9 @@ def extend() -> None:
         return _with_flags(parser(*args, **kwargs))
 
     def validate_launch_command(args: argparse.Namespace) -> Any:
+        flags = dict(vars(args))  # before the file's keys are written over them
         result = validate(args)
-        os.environ.update(variables(vars(args), getattr(result[1], _SECTION, None) or {}, os.environ))
+        os.environ.update(variables(flags, getattr(result[1], _SECTION, None) or {}, os.environ))
         return result
 
     launch.launch_command_parser = launch_command_parser

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from importlib import import_module
 
 FSDP2 = {
@@ -36,7 +35,6 @@ def run(script: str, function: str, protected: bool) -> int:
     from accelerate_plugin import adapter, allow_fsdp_on_cpu
 
     allow_fsdp_on_cpu()
-    warnings.simplefilter("ignore")
     if script != "test_ops":
         Accelerator()  # as these scripts do first of all
     call = getattr(import_module(f"accelerate.test_utils.scripts.{script}"), function)

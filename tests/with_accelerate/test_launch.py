@@ -45,6 +45,12 @@ def test_the_section_reaches_the_script(tmp_path: Path) -> None:
         assert f"'{name}': '{value}'" in result.stdout
 
 
+def test_the_environment_switches_off_what_the_section_switches_on(tmp_path: Path) -> None:
+    result = launch(tmp_path, "accelpact_config:\n  use_accelpact: true\n", ACCELERATE_USE_ACCELPACT="false")
+    assert result.returncode == 0, result.stderr
+    assert "'ACCELERATE_USE_ACCELPACT': 'false'" in result.stdout
+
+
 def test_a_misspelt_section_is_an_error(tmp_path: Path) -> None:
     result = launch(tmp_path, "acelpact_config:\n  use_accelpact: true\n")
     assert result.returncode != 0

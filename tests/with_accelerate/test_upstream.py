@@ -29,6 +29,7 @@ PASSING = {
     "test_sync": (4, "test_dataloader_break"),
     "test_distributed_data_loop": (2, """
         test_default_ensures_even_batch_sizes test_can_disable_even_batches test_pickle_accelerator
+        test_join_raises_warning_for_non_ddp_distributed
     """),
 }  # fmt: skip
 CASES = [
