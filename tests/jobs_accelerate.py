@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate_plugin import AccelPactPlugin
 from lightning_accelpact.recovery.digest import state_digest
-from lightning_accelpact.recovery.fault import Fault, FaultPlan
+from lightning_accelpact.recovery.fault import Fault, FaultPlan, FaultPoint
 
 
 class Prepared:
@@ -239,19 +239,19 @@ OPERATIONS: dict[str, Callable[[Accelerator, torch.Tensor], Any]] = {
 }
 
 
-def operations(fault: Fault | None = None, name: str = "gather", **options: Any) -> dict[str, Any]:
-    """Updates with one of Accelerate's own collectives between them, in which a fault strikes."""
-    prepared = Prepared(None, **options)
+def operations(victim: int | None = None) -> dict[str, Any]:
+    """Updates with one of Accelerate's own collectives after each, in which a link of the victim's is cut."""
+    prepared = Prepared(accumulate=1)
     accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
-    values = []
-    for number, (inputs, targets) in enumerate(islice(prepared.loader, 6)):
+    values = {}
+    for (name, operation), (inputs, targets) in zip(OPERATIONS.items(), prepared.loader, strict=False):
         with accelerator.accumulate(model):
             accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-        mine = torch.tensor([float(number), accelerator.process_index])
-        with striking(prepared.run, fault if number == 3 else None):
-            values.append(OPERATIONS[name](accelerator, mine))
+        fault = None if victim is None else Fault(point=FaultPoint.BOUNDARY, update=0, rank=victim)
+        with striking(prepared.run, fault):
+            values[name] = operation(accelerator, torch.tensor([float(len(values)), accelerator.process_index]))
     return prepared.result(values=values)
 
 
