@@ -283,7 +283,8 @@ def striking(run: Any, fault: Fault | None) -> Iterator[None]:
 def checkpoints(folder: str, save: Fault | None = None, load: Fault | None = None) -> dict[str, Any]:
     """Train, save, train, load, and train the same again; faults in saving and loading."""
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
-    prepared = Prepared(accelerator={"project_config": project})
+    # Each rank's running statistics are its own, but there is one copy of them in a checkpoint
+    prepared = Prepared(accelerator={"project_config": project}, normalized=False)
     accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
     digests = []
     batches = list(islice(prepared.loader, 4))
@@ -342,11 +343,13 @@ def reported(faults: list[Fault] | None = None) -> dict[str, Any]:
     accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
     accelerator.init_trackers("test")
     with accelerator.join_uneven_inputs([model]):
-        for inputs, targets in islice(prepared.loader, 8):
+        for inputs, targets in prepared.loader:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
                 optimizer.step()
                 optimizer.zero_grad()
+            if prepared.run.committed_updates == 4:
+                break
     accelerator.log(prepared.run.goodput_metrics(), step=0)
     result = prepared.result()
     return {**result, "logged": notes.logged, "finished": notes.finished, "summary": prepared.run.summary.to_dict()}
