@@ -182,7 +182,7 @@ class AccelPact(UserRun):
                 of another update, also of one that ``accumulate`` has begun.
         """
         if self.iterations.begun or self._update_runs:
-            raise UpdateMisuse("run_update() was called inside of an update that accumulate() or run_update() has begun")
+            raise UpdateMisuse("run_update() was called inside of an update that accumulate() or another call has begun")
         self._begin_training()
         self._update_runs = True
         try:

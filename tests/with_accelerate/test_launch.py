@@ -136,6 +136,8 @@ def test_a_misspelt_environment_ends_an_unchanged_script(environment: dict[str, 
 
 def test_a_script_can_be_run_by_the_package(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys\nprint(sys.argv[1:], os.environ['ACCELERATE_USE_ACCELPACT'], __name__, sys.path[0])")
+    script.write_text(
+        "import os, sys\nprint(sys.argv[1:], os.environ['ACCELERATE_USE_ACCELPACT'], __name__, sys.path[0])"
+    )
     result = python("", "-m", "accelerate_plugin", str(script), "--updates", "3")
     assert result.stdout.strip() == f"['--updates', '3'] true __main__ {tmp_path}", result.stderr
