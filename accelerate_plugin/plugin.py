@@ -17,7 +17,7 @@ from lightning_accelpact.recovery.options import RecoveryOptions
 SWITCH = "ACCELERATE_USE_ACCELPACT"
 PREFIX = "ACCELPACT_"
 # Variables that bear the prefix and are no option of the plugin
-_OTHERS = frozenset({"ACCELPACT_AUTOLOAD"})
+_OTHERS = frozenset({"ACCELPACT_AUTOLOAD", "ACCELPACT_SECRET", "ACCELPACT_SECRET_FILE"})
 
 _RECOVERY = tuple(field.name for field in fields(RecoveryOptions))
 
@@ -40,6 +40,8 @@ class AccelPactPlugin(KwargsHandler):
         heartbeat_deadline: See there; seconds.
         control_interface: See there.
         uncommitted: See there.
+        digest_every: See there.
+        on_divergence: See there.
         goodput: Whether to keep account, or what to do with it; see
             :class:`~lightning_accelpact.goodput.account.GoodputOptions`.
         faults: Faults to inject, for drills and tests.
@@ -57,6 +59,8 @@ class AccelPactPlugin(KwargsHandler):
     heartbeat_deadline: float = RecoveryOptions.heartbeat_deadline
     control_interface: str | None = None
     uncommitted: Literal["retry", "redo", "restart"] = "retry"
+    digest_every: int = RecoveryOptions.digest_every
+    on_divergence: Literal["warn", "stop"] = RecoveryOptions.on_divergence
     goodput: bool | GoodputOptions = True
     faults: FaultPlan | None = None
 
@@ -141,6 +145,8 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "heartbeat_deadline": float,
     "control_interface": str,
     "uncommitted": str,
+    "digest_every": int,
+    "on_divergence": str,
     "goodput": lambda text: switched_on(text, "goodput"),
     "faults": lambda text: FaultPlan.parse(part.strip() for part in text.split(",") if part.strip()),
 }

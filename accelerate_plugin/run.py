@@ -15,6 +15,7 @@ from accelerate_plugin.plugin import AccelPactPlugin
 from lightning_accelpact.goodput import Ledger, TimeClass
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import Fault
+from lightning_accelpact.recovery.replica import Divergence
 from lightning_accelpact.recovery.runtime import HsdpRuntime, Place
 from lightning_accelpact.recovery.update import UpdateMisuse, UpdateRunner
 from lightning_accelpact.recovery.window import Participant, Window
@@ -59,6 +60,11 @@ class AccelPact(UserRun):
         return self.runtime.pending_faults
 
     @property
+    def divergences(self) -> list[Divergence]:
+        """What this run's replicas hold different bits of, as far as they have compared it."""
+        return self.runtime.divergences
+
+    @property
     def is_open(self) -> bool:
         """Whether the run has begun and :meth:`finish` has not been called."""
         return self._open
@@ -86,6 +92,7 @@ class AccelPact(UserRun):
         self._scaler = scaler
         self.runtime.mesh = mesh
         self.runtime.protect(self._protected)
+        self.runtime.optimizers = lambda: self._optimizers
         machine, participants = self.runtime.machine, [*extra, *self._participants()]
         self._window = Window(participants)
         self._update: UpdateRunner = self.runtime.update_runner(self._window, self._drop_gradients)
@@ -211,6 +218,7 @@ class AccelPact(UserRun):
     def _committed(self) -> None:
         self._written.clear()
         self._account_for_update()
+        self.runtime.replicas.check()
 
     def _drop_gradients(self) -> None:
         self.runtime.drop_gradients(self._optimizers)
