@@ -113,6 +113,7 @@ class Batches:
         if idle and shelf.kept:
             handout = shelf.kept[-1]
             handout.micro_batch.contents.restore()
+            self._again += 1
         elif shelf.cursor < len(shelf.kept):
             handout = shelf.kept[shelf.cursor]
             shelf.cursor += 1

@@ -55,6 +55,7 @@ class Machine:
         self.faults = SimpleNamespace(fire=lambda *_, **__: None)
         self.on_redo: Callable[[], None] = lambda: None
         self.on_agreed_redo: Callable[[Any], None] = lambda decision: None
+        self.obstacle: Callable[[], str] = lambda: ""
         self.lag = lag
 
     def poll(self) -> None:
@@ -90,6 +91,7 @@ class Machine:
         with coordinator.changed:
             self.generation += 1
             reports = coordinator.reports.setdefault(self.generation, {})
+            self.progress.obstacle = self.obstacle()
             reports[self.progress.rank] = self.progress.report(self.generation, in_place=not unwound)
             coordinator.changed.notify_all()
             coordinator.wait(lambda: len(reports) == coordinator.world_size)
@@ -190,6 +192,7 @@ def run_loop(machine: Machine, trace: Trace, *, updates: int, every: int, breaks
     counters = Counters(every)
     loop = Iterations(machine, counters, [], drop_gradients=gradients.clear, on_commit=lambda: None)
     machine.on_redo = loop.redo
+    machine.obstacle = lambda: loop.obstacle
     feed = Feed(loop.hand_out, Loader(), iter(range(10**6)), lambda: 1)
     for batch in feed:
         with loop.iteration() as idle:
