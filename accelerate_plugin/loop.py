@@ -92,7 +92,7 @@ class Iterations:
             if not self._machine.recovers(error):
                 raise
             if self._machine.progress.frontier != committed or self._stepping:
-                self._machine.stop_all(f"a fault after the optimizer's step, inside accumulate(): {error}")
+                self._machine.stop.everywhere(f"a fault after the optimizer's step, inside accumulate(): {error}")
             self._machine.recover(error, unwound=True)
             self._unwound()
         else:

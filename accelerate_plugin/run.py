@@ -325,7 +325,7 @@ class AccelPact(UserRun):
         if not self._open:
             return
         if self.iterations.interrupted and not self.runtime.stopped:
-            self.runtime.machine.stop_all(_ENDED_EARLY)
+            self.runtime.machine.stop.everywhere(_ENDED_EARLY)
         super().finish()
         self.runtime.detach()
 

@@ -135,7 +135,11 @@ class Machine:
         self.progress.commit()
         self.poll()
 
-    def stop_all(self, reason: str) -> None:
+    @property
+    def stop(self) -> SimpleNamespace:
+        return SimpleNamespace(everywhere=self._fail)
+
+    def _fail(self, reason: str) -> None:
         raise AssertionError(reason)
 
 
