@@ -215,7 +215,7 @@ def _attributes(net: Net) -> dict[str, list[str]]:
     group = next(iter(state._fsdp_param_groups))
     kinds = {
         "FSDPModule": net, "FSDPState": state, "FSDPParamGroup": group, "FSDPParam": group.fsdp_params[0],
-        "FSDPMeshInfo": group.mesh_info,
+        "FSDPMeshInfo": group.mesh_info, "Parameter": group.fsdp_params[0].sharded_param,
     }  # fmt: skip
     return {kind: dir(value) for kind, value in kinds.items()}
 

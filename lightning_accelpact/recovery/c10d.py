@@ -301,7 +301,7 @@ class Collective:
 
     def run(self) -> Any:
         """Run it on the group that bears the name now."""
-        return self.call(current(self.group), self.outputs, self.inputs)
+        return (self.call if self.waited else self.start)(current(self.group), self.outputs, self.inputs)
 
     def plain(self) -> Any:
         """Run it as it was called."""

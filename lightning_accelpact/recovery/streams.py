@@ -128,8 +128,15 @@ class StreamRetry(Retry):
         return Finished()
 
     def _pass_on(self, collective: Collective) -> Any:
-        self._repairs.drill()
-        result = collective.plain()
+        try:
+            self._repairs.drill()
+            result = collective.run()  # on the group of now: a repair may just have replaced the one it was called on
+        except RuntimeError as error:
+            if not self._repairs.recovers(error):
+                raise
+            self._broken = True
+            self._repairs.recover_in_place(error)
+            raise  # not come to: nobody goes on without what a pass consumes
         self._others.append(self._links.mark() if collective.waited else result.is_completed)
         while self._others and self._others[0]():
             self._others.popleft()

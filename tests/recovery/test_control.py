@@ -40,7 +40,9 @@ def planes(endpoint: Endpoint) -> Iterator[MakePlanes]:
     def make(world_size: int = 3, deadline: timedelta = LONG) -> list[ControlPlane]:
         for rank in range(world_size):
             here = replace(endpoint, hosted_here=rank == 0)
-            made.append(ControlPlane(endpoint=here, rank=rank, world_size=world_size, deadline=deadline))
+            plane = ControlPlane(endpoint=here, rank=rank, world_size=world_size, deadline=LONG)
+            plane.deadline = deadline  # for its waits alone, since a connection may take longer
+            made.append(plane)
         return list(made)
 
     yield make

@@ -275,6 +275,16 @@ def test_a_collective_that_nobody_has_told_of(rank: Rank) -> None:
     assert not rank.retry.whole
 
 
+def test_what_a_pass_consumes_and_cannot_get_ends_it(rank: Rank) -> None:
+    collective = Collective(torch.ones(2), in_place=False)
+    collective.call = lambda *_: (_ for _ in ()).throw(CommunicatorLost("broken"))  # type: ignore[method-assign]
+    wholes: list[bool] = []
+    rank.repairs.during = lambda: wholes.append(rank.retry.whole)
+    with pytest.raises(CommunicatorLost, match="broken"):  # the real machine raises UpdateAborted before
+        rank.retry.run(collective)
+    assert wholes == [False]
+
+
 # -- elsewhere
 
 

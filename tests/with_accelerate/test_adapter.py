@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import accelerate.data_loader
 import accelerate.utils
@@ -138,6 +139,8 @@ def test_what_it_cannot_work_with_is_refused_before_anything_starts(
     names = {
         "FSDP": FSDP, "PC": ParallelismConfig, "plugin": plugin, "Init": InitProcessGroupKwargs, "timedelta": timedelta,
     }  # fmt: skip
+    if "tp_size" in arguments and find_spec("transformers") is None:
+        pytest.skip("Accelerate itself refuses tp_size without transformers")
     options = eval(f"dict({arguments})", names)
     with pytest.raises(ValueError, match=words):
         Accelerator(kwargs_handlers=[plugin, *options.pop("handlers", [])], **options)
