@@ -6,12 +6,15 @@ import argparse
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 import lightning.pytorch as pl
+from rich.table import Table
+
+from benchmarks.arguments import show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +106,20 @@ def compared(blocks: Blocks, clocks: Sequence[Sequence[Sequence[float]]]) -> dic
     }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of :class:`Blocks`."""
+def run_benchmark(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    measure: Callable[..., dict[str, Any]],
+    render: Callable[[dict[str, Any]], Table],
+) -> int:
+    """Read the command line, with the options of :class:`Blocks` besides those of ``parser``, measure and print."""
     parser.add_argument("--pairs", type=int, default=60, help="pairs of blocks (default 60)")
     parser.add_argument("--block", type=int, default=5, help="updates in a block (default 5)")
-
-
-def check_options(parser: argparse.ArgumentParser, options: dict[str, Any]) -> None:
-    """Refuse those that cannot be measured with."""
+    options = vars(parser.parse_args(arguments))
+    as_json = options.pop("json")
     for name in ("pairs", "block"):
         if options[name] < 1:
             parser.error(f"--{name} {options[name]} must be at least 1")
+    figures = measure(**options)
+    show(figures, render(figures), as_json)
+    return 0

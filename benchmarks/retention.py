@@ -14,7 +14,6 @@ from rich.table import Table
 
 from benchmarks import pairs as paired
 from benchmarks.arguments import parser as arguments_of
-from benchmarks.arguments import show
 from benchmarks.pairs import Alternation, Blocks
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
@@ -84,12 +83,7 @@ def render(figures: dict[str, Any]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = arguments_of("retention", __doc__, layers=8, width=512)
-    paired.add_options(parser)
-    options = vars(parser.parse_args(arguments))
-    as_json = options.pop("json")
-    paired.check_options(parser, options)
-    show(figures := measure(**options), render(figures), as_json)
-    return 0
+    return paired.run_benchmark(parser, arguments, measure, render)
 
 
 if __name__ == "__main__":

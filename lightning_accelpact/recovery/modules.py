@@ -1,4 +1,4 @@
-"""The modules of a model, quickly: this is done for every micro-batch and in every repair."""
+"""The modules of a model: they are gone through for every micro-batch and in every repair."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 def walk(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Every module from ``root`` on, each once, outermost first.
 
-    It is ``root.modules()`` without making their names, which is most of the cost of that.
+    It is ``root.modules()`` without making their names.
     """
     seen: set[int] = set()
     stack = [root]

@@ -192,9 +192,13 @@ class StreamRetry(Retry):
         for name, flights in self._deferred.items():
             member = self._members[name]
             while flights and flights[0].succeeded:
-                flights[0].kept.seal()
-                member.kept.append(flights.pop(0).kept)
-                member.finished += 1
+                self._finish(flights.pop(0), member)
+
+    @staticmethod
+    def _finish(flight: Deferred, member: Member) -> None:
+        flight.kept.seal()
+        member.kept.append(flight.kept)
+        member.finished += 1
 
     # -- called in a repair
 
@@ -244,9 +248,7 @@ class StreamRetry(Retry):
             return
         flight = self._deferred[name].pop(0)
         flight.collective.run()
-        flight.kept.seal()
-        member.kept.append(flight.kept)
-        member.finished += 1
+        self._finish(flight, member)
 
     def committed(self) -> None:
         """All ranks have voted, so all have finished: nothing has to be served any more."""
