@@ -53,10 +53,11 @@ def train(workload: Workload, blocks: Blocks) -> dict[str, Any]:
     return {"clocks": alternation.clocks, "kept_bytes": alternation.nbytes, "shard_bytes": sum(shards)}
 
 
-def measure(*, ranks: int, layers: int, width: int, pairs: int, block: int) -> dict[str, Any]:
+def measure(*, ranks: int, layers: int, width: int, batch: int, pairs: int, block: int) -> dict[str, Any]:
     """Train in alternating blocks and compare them; medians over the pairs."""
     blocks = Blocks(pairs=pairs, length=block)
-    results = run_ranks(train, ranks, Workload(updates=blocks.updates, layers=layers, width=width), blocks)
+    workload = Workload(updates=blocks.updates, layers=layers, width=width, batch=batch)
+    results = run_ranks(train, ranks, workload, blocks)
     figures = paired.compared(blocks, [result["clocks"] for result in results])
     return {
         **figures,
@@ -66,6 +67,7 @@ def measure(*, ranks: int, layers: int, width: int, pairs: int, block: int) -> d
         "ranks": ranks,
         "layers": layers,
         "width": width,
+        "batch": batch,
     }
 
 
@@ -82,7 +84,7 @@ def render(figures: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = arguments_of("retention", __doc__, layers=8, width=512)
+    parser = arguments_of("retention", __doc__, layers=8, width=512, batch=512)
     return paired.run_benchmark(parser, arguments, measure, render)
 
 

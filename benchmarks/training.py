@@ -11,13 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_accelpact.callback import GoodputCallback
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
 from lightning_accelpact.strategy import ResilientHSDPStrategy
 
-_BATCH_SIZE = 4
 _INPUTS, _OUTPUTS = 16, 4
 
 
@@ -29,6 +28,7 @@ class Workload:
         updates: Optimizer steps.
         layers: Repeated blocks, each sharded as a unit; the root comes on top.
         width: Features of a block.
+        batch: Samples of one rank in an update.
 
     Raises:
         ValueError: if a size is below its minimum.
@@ -37,11 +37,31 @@ class Workload:
     updates: int
     layers: int
     width: int
+    batch: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in (("updates", 1), ("layers", 2), ("width", 1)):
+        for name, least in (("updates", 1), ("layers", 2), ("width", 1), ("batch", 2)):  # BatchNorm needs two samples
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
+
+
+class Batches(Dataset):
+    """Random batches; an index always gives the same one.
+
+    Args:
+        number: How many there are.
+        size: Samples in each.
+    """
+
+    def __init__(self, number: int, size: int) -> None:
+        self._number, self._size = number, size
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        return torch.randn(self._size, _INPUTS, generator=draw), torch.randn(self._size, _OUTPUTS, generator=draw)
 
 
 class Block(nn.Module):
@@ -68,7 +88,7 @@ class Regressor(pl.LightningModule):
         self.blocks = nn.Sequential(*(Block(width) for _ in range(workload.layers)))
         self.head = nn.Linear(width, _OUTPUTS)
 
-    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         inputs, targets = batch
         loss = nn.functional.mse_loss(self.head(self.blocks(self.embed(inputs))), targets)
         self.log("loss", loss)
@@ -78,9 +98,8 @@ class Regressor(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, foreach=True)
 
     def train_dataloader(self) -> DataLoader:
-        size = self.workload.updates * _BATCH_SIZE * self.trainer.world_size
-        data = TensorDataset(torch.randn(size, _INPUTS), torch.randn(size, _OUTPUTS))
-        return DataLoader(data, batch_size=_BATCH_SIZE)
+        workload = self.workload
+        return DataLoader(Batches(workload.updates * self.trainer.world_size, workload.batch), batch_size=None)
 
 
 def fit(

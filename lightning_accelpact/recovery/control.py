@@ -79,6 +79,7 @@ class ControlPlane:
         self._seal = endpoint.seal(rank)
         self._given: list[str] = []  # answers in exchanges
         self._ballot = ""  # the last one that this rank has voted in
+        self._settled = ("", "")  # the last one that it has settled, and how
         self._server = endpoint.serve()
         self.store = Line(endpoint, deadline)
 
@@ -202,7 +203,7 @@ class ControlPlane:
         keys = [self._vote_key(peer) for peer in range(self.world_size)]
         votes = self._all(keys)
         if votes is not None and all(vote == Message(rank, ballot) for rank, vote in enumerate(votes)):
-            self.settle(ballot, _YES)
+            self._settled = (ballot, self.settle(ballot, _YES))
 
     @staticmethod
     def _vote_key(rank: int) -> str:
@@ -223,6 +224,8 @@ class ControlPlane:
                 self.publish(self._vote_key(self.rank), ballot)
                 self._settle_if_complete(ballot)
 
+        if self._settled[0] == ballot:  # the last one to vote need not ask
+            return self._settled[1] == _YES
         return self.read(ballot, otherwise=_NO, meanwhile=count_again) == _YES
 
     def veto(self, ballot: str, *, store: Line | None = None) -> bool:
