@@ -42,6 +42,7 @@ class AccelPactPlugin(KwargsHandler):
         uncommitted: See there.
         digest_every: See there.
         on_divergence: See there.
+        envelope: See there.
         goodput: Whether to keep account, or what to do with it; see
             :class:`~lightning_accelpact.goodput.account.GoodputOptions`.
         faults: Faults to inject, for drills and tests.
@@ -61,6 +62,7 @@ class AccelPactPlugin(KwargsHandler):
     uncommitted: Literal["retry", "redo", "restart"] = "retry"
     digest_every: int = RecoveryOptions.digest_every
     on_divergence: Literal["warn", "stop"] = RecoveryOptions.on_divergence
+    envelope: Literal["auto", "off"] | str | os.PathLike[str] = RecoveryOptions.envelope
     goodput: bool | GoodputOptions = True
     faults: FaultPlan | None = None
 
@@ -147,6 +149,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "uncommitted": str,
     "digest_every": int,
     "on_divergence": str,
+    "envelope": str,
     "goodput": lambda text: switched_on(text, "goodput"),
     "faults": lambda text: FaultPlan.parse(part.strip() for part in text.split(",") if part.strip()),
 }

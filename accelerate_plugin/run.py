@@ -13,6 +13,7 @@ from accelerate_plugin.batches import Feed
 from accelerate_plugin.loop import Counters, Iterations
 from accelerate_plugin.plugin import AccelPactPlugin
 from lightning_accelpact.goodput import Ledger, TimeClass
+from lightning_accelpact.qualification.short import short_form
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import Fault
 from lightning_accelpact.recovery.replica import Divergence
@@ -44,6 +45,8 @@ class AccelPact(UserRun):
             faults=plugin.faults,
             span=lambda name: self.ledger.span(TimeClass(name)),
             resume_with="accelerator.load_state",
+            framework="accelerate",
+            qualify=short_form,
         )
         self._prepare_run(plugin.goodput)
         self._optimizers: list[Optimizer] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -49,6 +50,7 @@ class FabricHSDPStrategy(UserRun, ResilientHSDP, ModelParallelStrategy):
         uncommitted: See there.
         digest_every: See there.
         on_divergence: See there.
+        envelope: See there.
         manual_optimization: ``"update"``: every backward pass and every optimizer step is in a function given to
             :meth:`run_update`. ``"fail_stop"``: train with a loop as it is, and fail-stop on a fault inside an update.
         goodput: Whether to keep account, or what to do with it; see
@@ -76,6 +78,7 @@ class FabricHSDPStrategy(UserRun, ResilientHSDP, ModelParallelStrategy):
         uncommitted: Literal["retry", "redo", "restart"] = "retry",
         digest_every: int = RecoveryOptions.digest_every,
         on_divergence: Literal["warn", "stop"] = RecoveryOptions.on_divergence,
+        envelope: Literal["auto", "off"] | str | os.PathLike[str] = RecoveryOptions.envelope,
         manual_optimization: Literal["update", "fail_stop"] = "update",
         goodput: bool | GoodputOptions = True,
         faults: FaultPlan | None = None,
@@ -92,6 +95,7 @@ class FabricHSDPStrategy(UserRun, ResilientHSDP, ModelParallelStrategy):
             uncommitted=uncommitted,
             digest_every=digest_every,
             on_divergence=on_divergence,
+            envelope=envelope,
         )
         super().__init__(
             parallelize_fn=self._parallelize,
@@ -106,6 +110,7 @@ class FabricHSDPStrategy(UserRun, ResilientHSDP, ModelParallelStrategy):
             wrap=wrap,
             faults=faults,
             resume_with="fabric.load",
+            framework="lightning.fabric",
         )
         self._manual = checked_manual(manual_optimization, ("update", "fail_stop"))
         self._backward_sync_control = _GradientSync()

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_accelpact.collective import ResilientCollective
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass
+from lightning_accelpact.qualification.short import short_form
 from lightning_accelpact.recovery import c10d, fsdp2, secret
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
 from lightning_accelpact.recovery.incident import Incident
@@ -37,6 +38,7 @@ class ResilientHSDP:
         wrap: Literal["auto"] | Collection[type[torch.nn.Module]],
         faults: FaultPlan | None,
         resume_with: str,
+        framework: str,
     ) -> None:
         """Take the options in; starts nothing."""
         self.ledger = Ledger()
@@ -47,6 +49,8 @@ class ResilientHSDP:
             faults=faults,
             span=lambda name: self.ledger.span(TimeClass(name)),
             resume_with=resume_with,
+            framework=framework,
+            qualify=short_form,
         )
         self.collective: ResilientCollective | None = None
         self._wrap = WrapPolicy(wrap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from copy import copy
@@ -52,6 +53,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         uncommitted: See there.
         digest_every: See there.
         on_divergence: See there.
+        envelope: See there.
         manual_optimization: What to do with a module that steps its optimizers itself: ``"refuse"`` it at set-up;
             ``"update"``: it puts every update into :meth:`run_update`, which can run it again; ``"fail_stop"``: train
             it as it is, and fail-stop on a fault inside an update.
@@ -81,6 +83,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         uncommitted: Literal["retry", "redo", "restart"] = "retry",
         digest_every: int = RecoveryOptions.digest_every,
         on_divergence: Literal["warn", "stop"] = RecoveryOptions.on_divergence,
+        envelope: Literal["auto", "off"] | str | os.PathLike[str] = RecoveryOptions.envelope,
         manual_optimization: Literal["refuse", "update", "fail_stop"] = "refuse",
         goodput: bool | GoodputCallback = True,
         faults: FaultPlan | None = None,
@@ -97,6 +100,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             uncommitted=uncommitted,
             digest_every=digest_every,
             on_divergence=on_divergence,
+            envelope=envelope,
         )
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
@@ -110,6 +114,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             wrap=wrap,
             faults=faults,
             resume_with="ckpt_path",
+            framework="lightning.pytorch",
         )
         self._manual = checked_manual(manual_optimization)
         self._goodput = GoodputCallback() if goodput is True else goodput

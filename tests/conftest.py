@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # torch's store looks up the name of every peer that connects; a resolver that loses a query must not cost 5 s each time
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# What is qualified is measured anew in every run of the tests, once for each framework, and the user's files are left alone
+_home = tempfile.mkdtemp(prefix="accelpact-tests-")
+atexit.register(shutil.rmtree, _home, ignore_errors=True)
+os.environ.update(XDG_CACHE_HOME=f"{_home}/cache", XDG_CONFIG_HOME=f"{_home}/config")
+os.environ.pop("ACCELPACT_ENVELOPE", None)
 
 import jobs  # noqa: E402
 from cluster import run_ranks, values  # noqa: E402

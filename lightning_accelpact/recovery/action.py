@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -129,7 +129,34 @@ class Decision:
     iterations: int = 0
 
 
-def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple(Action)) -> Decision:
+@dataclass(frozen=True, kw_only=True)
+class Ruling:
+    """What the envelope says about a run: the actions that were qualified on its stack, for each phase.
+
+    Args:
+        actions: Phase -> qualified actions, best first; a phase that is left out has none.
+        reason: Why there are no more, and what to do about it.
+    """
+
+    actions: Mapping[Phase, Sequence[Action]]
+    reason: str = ""
+
+    def permits(self, action: Action, phase: Phase) -> bool:
+        """Whether a rank that stands in ``phase`` may be given ``action``."""
+        return action in self.actions.get(phase, ())
+
+    def ever_permits(self, action: Action) -> bool:
+        """Whether there is a phase with this action."""
+        return any(action in actions for actions in self.actions.values())
+
+
+UNRESTRICTED = Ruling(actions={phase: tuple(Action) for phase in Phase})
+"""No envelope: whatever the options allow may be taken in every phase."""
+
+
+def decide(
+    reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple(Action), ruling: Ruling = UNRESTRICTED
+) -> Decision:
     """Choose the recovery action of every rank from the reports of all of them.
 
     Pure: all ranks hold the same reports, so all reach the same decision. ``F*`` is the highest frontier reported.
@@ -139,6 +166,9 @@ def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple
     Args:
         reports: One report per rank, sorted by rank.
         allowed: The actions that may be taken. If the decision would need another one, it becomes ``RESTART``.
+        ruling: What is qualified in which phase (paper, envelope of an observation key). If it does not qualify a
+            ``RETRY`` for the phase of every rank, the update runs again; if it does not qualify that, or another verb,
+            the decision becomes ``RESTART``.
 
     Raises:
         ValueError: if ``reports`` is empty or does not hold each rank exactly once, in order.
@@ -148,13 +178,15 @@ def decide(reports: Sequence[RankReport], *, allowed: Collection[Action] = tuple
             f"decide() needs one report per rank in rank order, got ranks {[report.rank for report in reports]}"
         )
     frontier = max(report.frontier for report in reports)
-    verbs = _verbs(reports, frontier, allowed)
+    verbs = _verbs(reports, frontier, allowed, ruling)
     obstacle = _obstacle(reports, frontier, verbs)
     if obstacle:
         return _restart(reports, frontier, obstacle)
     forbidden = [verb for verb in verbs if verb not in allowed]
     if forbidden:
         return _restart(reports, frontier, f"{forbidden[0].value} is needed but not allowed here")
+    if unqualified := _unqualified(reports, verbs, ruling):
+        return _restart(reports, frontier, unqualified)
     action = max(verbs, key=lambda verb: verb.cost)
     uneven = sorted(_uneven(reports).items()) if Action.RETRY in verbs else []
     serve = {name: _in_doubt(members) for name, members in uneven}
@@ -196,20 +228,42 @@ def _obstacle(reports: Sequence[RankReport], frontier: int, verbs: Sequence[Acti
     return ""
 
 
-def _verbs(reports: Sequence[RankReport], frontier: int, allowed: Collection[Action]) -> tuple[Action, ...]:
+def _unqualified(reports: Sequence[RankReport], verbs: Sequence[Action], ruling: Ruling) -> str:
+    """Which rank would need an action that is not qualified in its phase; empty if none."""
+    for report, verb in zip(reports, verbs, strict=True):
+        if not ruling.permits(needed := _needed(report, verb), report.phase):
+            return (
+                f"{needed.value} in phase {report.phase.value} (rank {report.rank}) is not qualified on this stack:"
+                f" {ruling.reason or 'the envelope has no such entry'}"
+            )
+    return ""
+
+
+def _needed(report: RankReport, verb: Action) -> Action:
+    """The action that a verb comes to: who has not begun the update only keeps what it has, unless it is in a collective."""
+    waits = verb is Action.RETRY and any(group.pending for group in report.groups.values())
+    return Action.PRESERVE if report.phase is Phase.COMMITTED and not waits else verb
+
+
+def _verbs(
+    reports: Sequence[RankReport], frontier: int, allowed: Collection[Action], ruling: Ruling
+) -> tuple[Action, ...]:
     """The actions of ranks that are all intact and at most one update apart."""
-    at_frontier = _verb_at_frontier(reports, frontier, allowed)
+    at_frontier = _verb_at_frontier(reports, frontier, allowed, ruling)
     return tuple(at_frontier if report.frontier == frontier else Action.ROLL_FORWARD for report in reports)
 
 
-def _verb_at_frontier(reports: Sequence[RankReport], frontier: int, allowed: Collection[Action]) -> Action:
+def _verb_at_frontier(
+    reports: Sequence[RankReport], frontier: int, allowed: Collection[Action], ruling: Ruling
+) -> Action:
     current = [report for report in reports if report.frontier == frontier]
     if len(current) == len(reports) and all(report.phase is Phase.PREPARED for report in current):
         return Action.ROLL_FORWARD  # only the vote was lost
     in_flight = any(group.pending for report in reports for group in report.groups.values())
     if not in_flight and all(report.phase is Phase.COMMITTED for report in current):
         return Action.PRESERVE
-    return Action.RETRY if Action.RETRY in allowed and _can_go_on(reports, current) else Action.REDO
+    retries = Action.RETRY in allowed and not _unqualified(current, [Action.RETRY] * len(current), ruling)
+    return Action.RETRY if retries and _can_go_on(reports, current) else Action.REDO
 
 
 def _can_go_on(reports: Sequence[RankReport], current: Sequence[RankReport]) -> bool:

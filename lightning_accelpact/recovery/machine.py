@@ -311,7 +311,7 @@ class RepairMachine:
 
     @property
     def _retries(self) -> bool:
-        return self.guarding and Action.RETRY in self._policy.allowed
+        return self.guarding and self._policy.retries
 
     def join(self) -> None:
         """Before a collective: take part in a repair that a peer has asked for.
@@ -501,7 +501,8 @@ class RepairMachine:
             }
             report = self.progress.report(generation, **place).to_dict()
             answers = self._control.exchange(topic, report, deadline=deadline)
-        return decide([RankReport.from_dict(answer) for answer in answers], allowed=self._policy.allowed)
+        reports = [RankReport.from_dict(answer) for answer in answers]
+        return decide(reports, allowed=self._policy.allowed, ruling=self._policy.ruling)
 
     def _replace(self, incident: Incident) -> None:
         self.faults.fire(FaultPoint.REPAIR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -45,6 +46,9 @@ class RecoveryOptions:
 
         digest_every: After how many updates replicas compare a digest of their shards; 0 for never.
         on_divergence: What to do if they differ: ``warn`` on every rank, or ``stop`` the run.
+        envelope: What says which actions are qualified on this stack. ``auto``: the user's file, or what has been
+            measured here before, or else a short measurement at the start of this run. A path: that file alone. ``off``:
+            nothing does, and everything that the other options allow is done.
 
     Raises:
         ValueError: names the value, what is allowed and what to do.
@@ -59,6 +63,7 @@ class RecoveryOptions:
     uncommitted: Literal["retry", "redo", "restart"] = "retry"
     digest_every: int = 0
     on_divergence: Literal["warn", "stop"] = "stop"
+    envelope: Literal["auto", "off"] | str | os.PathLike[str] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("repair_budget", "collective_timeout", "rebuild_timeout", "heartbeat_deadline"):
@@ -70,6 +75,8 @@ class RecoveryOptions:
         if self.uncommitted not in _UNCOMMITTED:
             raise ValueError(f"uncommitted={self.uncommitted!r} must be one of {list(_UNCOMMITTED)}")
         self._require_policy()
+        if not isinstance(self.envelope, (str, os.PathLike)) or not os.fspath(self.envelope):
+            raise ValueError(f'envelope={self.envelope!r} must be "auto", "off" or the path of an envelope')
 
     def _require_policy(self) -> None:
         if self.on_divergence == "heal":

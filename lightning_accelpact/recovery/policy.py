@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lightning_accelpact.recovery.action import Action
+from lightning_accelpact.recovery.action import UNRESTRICTED, Action, Ruling
 
 FAIL_STOP_EXIT_CODE = 86
 """Exit code of a process that fail-stops; a supervisor relaunches it from the newest checkpoint."""
@@ -54,6 +54,7 @@ class RepairPolicy:
         repair_budget: Seconds from a fault until the run goes on, or fail-stops.
         max_repairs_per_update: Repairs begun at one frontier before the run fail-stops.
         allowed: Actions that may be taken; anything else becomes ``RESTART``.
+        ruling: What of them is qualified in which phase; the same on every rank.
         rebinding: Off only to show that a repair without it fails (the paper's ablation).
         guard: Off only to measure what the commit vote costs; a run without it cannot recover a fault.
     """
@@ -61,5 +62,11 @@ class RepairPolicy:
     repair_budget: float
     max_repairs_per_update: int
     allowed: Collection[Action] = field(default_factory=lambda: tuple(Action))
+    ruling: Ruling = UNRESTRICTED
     rebinding: bool = True
     guard: bool = True
+
+    @property
+    def retries(self) -> bool:
+        """Whether collectives may be run again in place, so that their inputs are kept."""
+        return Action.RETRY in self.allowed and self.ruling.ever_permits(Action.RETRY)

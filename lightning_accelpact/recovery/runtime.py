@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_accelpact.recovery import c10d, digest, fsdp2
-from lightning_accelpact.recovery.action import Action
+from lightning_accelpact.recovery.action import Action, Ruling
+from lightning_accelpact.recovery.agreement import EnvelopeSource, agree
 from lightning_accelpact.recovery.endpoint import Endpoint, interface_address
+from lightning_accelpact.recovery.envelope import Entry
 from lightning_accelpact.recovery.fault import Fault, FaultInjector, FaultPlan
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.machine import RepairMachine
@@ -26,6 +28,7 @@ from lightning_accelpact.recovery.policy import FailStop, RepairPolicy
 from lightning_accelpact.recovery.progress import Progress
 from lightning_accelpact.recovery.replica import Divergence, ReplicaGuard, replicas
 from lightning_accelpact.recovery.session import Session
+from lightning_accelpact.recovery.stack import Stack
 from lightning_accelpact.recovery.subject import Fsdp2Subject
 from lightning_accelpact.recovery.update import UpdateRunner
 from lightning_accelpact.recovery.window import Window
@@ -67,6 +70,9 @@ class HsdpRuntime:
         faults: Faults to inject; ``None`` for none.
         span: Gives the context in which time of a named class (``guard``, ``group_repair``) is spent.
         resume_with: Where the user passes a checkpoint to resume from, as in ``ckpt_path``.
+        framework: Whose loop trains, as in ``lightning.pytorch``.
+        fsdp: Generation of FSDP.
+        qualify: Runs the short form of the qualification: called with the stack and ``device_type``.
     """
 
     def __init__(
@@ -78,8 +84,14 @@ class HsdpRuntime:
         faults: FaultPlan | None = None,
         span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
         resume_with: str,
+        framework: str,
+        fsdp: str = "fsdp2",
+        qualify: Callable[..., Entry] | None = None,
     ) -> None:
         self.options = options
+        self._framework = framework
+        self._fsdp = fsdp
+        self._qualify = qualify
         self._sizes = (replicate, shard)
         self._plan = faults or FaultPlan()
         self._span = span
@@ -170,7 +182,8 @@ class HsdpRuntime:
         """
         self._last_checkpoint = None
         self.session = self.open_session(place)
-        self.machine = self._make_machine(place, redo)
+        run = self.session.next_run()
+        self.machine = self._make_machine(place, redo, run, self._ruling(place, run))
         self.operations = Operations(self.machine)
         self.replicas = ReplicaGuard(
             every=self.options.digest_every,
@@ -215,9 +228,20 @@ class HsdpRuntime:
             heartbeat_deadline=self.options.heartbeat_deadline,
         )
 
-    def _make_machine(self, place: Place, redo: bool) -> RepairMachine:
+    def _ruling(self, place: Place, run: int) -> Ruling:
+        """What is qualified on this stack; the same on every rank."""
+        stack = Stack.here(
+            backend=place.backend, device_type=place.device_type, framework=self._framework, fsdp=self._fsdp
+        )
+        source = EnvelopeSource(self.options.envelope, lambda stack: self._short_form(stack, place))
+        return agree(self.session.control, source, stack, run=run)
+
+    def _short_form(self, stack: Stack, place: Place) -> Entry:
+        return self._qualify(stack, device_type=place.device_type)
+
+    def _make_machine(self, place: Place, redo: bool, run: int, ruling: Ruling) -> RepairMachine:
         communicators = self.session.communicators
-        progress = Progress(rank=place.rank, run=self.session.next_run())
+        progress = Progress(rank=place.rank, run=run)
         return RepairMachine(
             control=self.session.control,
             communicators=communicators,
@@ -227,6 +251,7 @@ class HsdpRuntime:
                 repair_budget=self.options.repair_budget,
                 max_repairs_per_update=self.options.max_repairs_per_update,
                 allowed=self._allowed(redo=redo),
+                ruling=ruling,
             ),
             faults=FaultInjector(self._plan, progress=progress, cut=communicators.links.cut, clock=time.time),
             resume_hint=self._resume_hint,

@@ -1,0 +1,93 @@
+"""What became of one rank of a probe, which may have been killed or may hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+_fork = multiprocessing.get_context("fork")
+_GRACE_S = 2.0  # for the end of a rank that has said its result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one rank came to.
+
+    Args:
+        value: What its job returned, as JSON values.
+        failure: Why there is none; empty if it returned.
+    """
+
+    value: Any = None
+    failure: str = ""
+
+
+class Rank:
+    """One rank of a probe, in a process of its own that was forked from this one, which has imported everything.
+
+    Args:
+        job: What it does; returns JSON values.
+        args: With what.
+        environment: Variables that tell it its place.
+    """
+
+    def __init__(self, job: Callable[..., Any], args: tuple[Any, ...], environment: Mapping[str, str]) -> None:
+        self._inbox, outbox = _fork.Pipe(duplex=False)
+        self._process = _fork.Process(target=_live, args=(job, args, dict(environment), outbox), daemon=True)
+        self._process.start()
+        outbox.close()
+
+    def outcome(self, until: float) -> Outcome:
+        """Wait for the end of the rank; what is still there at the deadline is killed, with its children.
+
+        Args:
+            until: Deadline, of the monotonic clock.
+        """
+        try:
+            if not self._inbox.poll(max(0.0, until - time.monotonic())):
+                return Outcome(failure="hung: still there at the deadline, and killed then")
+            return Outcome(**self._inbox.recv())
+        except EOFError:
+            self._process.join(_GRACE_S)
+            return Outcome(failure=_ending(self._process.exitcode))
+        finally:
+            self._process.join(min(_GRACE_S, max(0.0, until - time.monotonic())))
+            self._kill()
+
+    def _kill(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # nobody is left of its group
+            pass
+        self._process.join()
+        self._inbox.close()
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"process killed by {signal.Signals(-code).name}"
+    return f"process ended with exit code {code} and no result"
+
+
+def _live(job: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], outbox: Connection) -> None:
+    """The life of the rank's process."""
+    os.setpgid(0, 0)  # with the processes that it starts
+    os.environ.update(environment)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    try:
+        message = {"value": job(*args)}
+    except BaseException as error:  # also a fail-stop's SystemExit: whatever it is, it is the probe's result
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = {"failure": f"{type(error).__name__}: {error} (line {last.lineno} of {os.path.basename(last.filename)})"}
+    outbox.send(message)
+    outbox.close()
+    os._exit(0)  # what a broken stack does at the exit of the interpreter is not asked

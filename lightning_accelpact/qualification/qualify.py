@@ -1,0 +1,194 @@
+"""The qualification of a stack: which probes, how often, and what follows from what they came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from statistics import median
+from typing import Any
+
+from lightning_accelpact.qualification import probes
+from lightning_accelpact.qualification.outcome import Outcome
+from lightning_accelpact.qualification.probes import Target
+from lightning_accelpact.qualification.world import World
+from lightning_accelpact.recovery.action import Action, Phase
+from lightning_accelpact.recovery.envelope import Entry, ProbeResult
+from lightning_accelpact.recovery.stack import Stack
+
+LOOPS = {
+    ("lightning.pytorch", "fsdp2"): "lightning_accelpact.qualification.under_trainer:train",
+    ("lightning.fabric", "fsdp2"): "lightning_accelpact.qualification.under_fabric:train",
+    ("accelerate", "fsdp2"): "accelerate_plugin.qualification:train",
+}
+"""Framework and generation of FSDP -> the training that its probes run."""
+
+RANKS = 4  # that train in a probe, where there are devices for them
+DEADLINE = 40.0  # seconds for one trial, of which most take one or two
+_MODEL = ("retry", "redo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How much is probed.
+
+    Args:
+        trials: Probe -> how often, in this order; the first one decides whether the others are worth running.
+        deadline: Seconds for one trial.
+        name: For the entry's source.
+    """
+
+    trials: dict[str, int]
+    deadline: float = DEADLINE
+    name: str = "accelpact qualify"
+
+    @classmethod
+    def full(cls, trials: int, deadline: float = DEADLINE) -> Form:
+        """Every probe, most of them several times."""
+        counts = {"rebuild": trials, "again": trials, "watchdog": 1, "retry": trials, "redo": trials}
+        return cls(trials=counts, deadline=deadline, name=f"accelpact qualify --trials {trials}")
+
+    @classmethod
+    def short(cls, backend: str) -> Form:
+        """What a run does by itself on a new stack. Gloo has no watchdog that could kill a process."""
+        watchdog = {} if backend == "gloo" else {"watchdog": 1}
+        counts = {"rebuild": 1, "again": 1, **watchdog, "retry": 1, "redo": 1}
+        return cls(trials=counts, name="the short form, at the start of a run")
+
+
+@dataclass(kw_only=True)
+class _Record:
+    """What the trials of one probe have come to."""
+
+    successes: int = 0
+    trials: int = 0
+    seconds: list[float] = field(default_factory=list)
+    seen: str = ""
+    failure: str = ""
+    repairs: list[dict[str, Any]] = field(default_factory=list)
+    exact: bool = True
+
+    def take(self, outcomes: Sequence[Outcome]) -> None:
+        self.trials += 1
+        failures = [f"rank {rank}: {one.failure}" for rank, one in enumerate(outcomes) if one.failure]
+        values = [one.value for one in outcomes if not one.failure]
+        # A rank that only followed another one's end says less than one that hung or was killed
+        failures.sort(key=lambda text: "FailStop" in text)
+        exact = all(value.get("exact", True) for value in values)
+        if not exact:
+            failures.append("the end differs from that of an undisturbed run")
+        self.repairs += [repair for value in values for repair in value.get("repairs", ()) if exact and not failures]
+        if failures:
+            self.failure = self.failure or failures[0]
+            return
+        self.successes += 1
+        self.seconds.append(max(value["seconds"] for value in values))
+        self.seen = values[0]["seen"]
+
+    def result(self, name: str) -> ProbeResult:
+        spent = round(median(self.seconds), 4) if self.seconds else 0.0
+        return ProbeResult(
+            name=name, trials=self.trials, successes=self.successes, seconds=spent, detail=self.failure or self.seen
+        )
+
+
+class Qualification:
+    """Runs probes and makes an entry of what they come to.
+
+    Args:
+        stack: What is qualified.
+        target: The same, as the probes need it.
+        make_world: Gives a world of a size.
+        devices: How many ranks this machine can have.
+        form: How much is probed.
+        on_trial: Called before each trial with the probe's name.
+        run_probe: The job of a rank.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        target: Target,
+        *,
+        make_world: Callable[[int], World],
+        devices: int,
+        form: Form,
+        on_trial: Callable[[str], None] = lambda name: None,
+        run_probe: Callable[..., Any] = probes.run,
+    ) -> None:
+        self._stack = stack
+        self._target = target
+        self._make_world = make_world
+        self._devices = devices
+        self._form = form
+        self._on_trial = on_trial
+        self._run_probe = run_probe
+
+    def entry(self) -> Entry:
+        """Run all probes; a stack that fails them gets an entry that says so."""
+        records = {name: _Record() for name in self._form.trials}
+        for name, trials in self._form.trials.items():
+            if obstacle := self._obstacle(records):
+                records[name].failure = records[name].failure or obstacle
+                continue
+            for _ in range(trials):
+                self._on_trial(name)
+                records[name].take(self._trial(name))
+                if records[name].failure:  # more of the same would cost a deadline each
+                    break
+        results = [record.result(name) for name, record in records.items()]
+        results.append(_census(records))
+        return Entry(
+            stack=self._stack,
+            actions=_actions(results, records),
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            source=self._form.name,
+            probes=tuple(results),
+        )
+
+    def _obstacle(self, records: dict[str, _Record]) -> str:
+        """Why there is no sense in another probe; empty if there is."""
+        if self._devices < 2:
+            return f"not run: a probe needs 2 devices, and this process sees {self._devices}"
+        first = next(iter(records))
+        return f"not run, since {first} has failed" if records[first].failure else ""
+
+    def _trial(self, name: str) -> list[Outcome]:
+        size = min(RANKS, self._devices // 2 * 2) if name in _MODEL else 2
+        world = self._make_world(size)
+        return world.run(self._run_probe, name, self._target, deadline=self._form.deadline)
+
+
+def _census(records: dict[str, _Record]) -> ProbeResult:
+    """The references that the repairs of the model have redirected; none may be left (paper, rebinding invariant)."""
+    repairs = [repair for name in _MODEL if name in records for repair in records[name].repairs]
+    counts = [repair["references"] for repair in repairs]
+    clean = sum(repair["references"] > 0 and repair["stale_references"] == 0 for repair in repairs)
+    seen = f"{min(counts)} to {max(counts)} references redirected, none left" if counts else "no repair to count in"
+    return ProbeResult(name="rebind", trials=len(repairs), successes=clean, detail=seen)
+
+
+def _actions(results: Sequence[ProbeResult], records: dict[str, _Record]) -> dict[Phase, tuple[Action, ...]]:
+    """Phase -> what the probes have shown there, best first.
+
+    What a rank does that stands ``PREPARED`` it does in any backward as well, only later; so that follows from it.
+    """
+    passed = {result.name: result.passed for result in results}
+    if not (passed["rebuild"] and passed["rebind"] and passed.get("watchdog", True)):
+        return {}
+    seen = {
+        (Phase(repair["phase"]), Action(repair["verb"]))
+        for name in _MODEL
+        if passed.get(name)
+        for repair in records[name].repairs
+    }
+    inside = {
+        phase: tuple(action for action in (Action.RETRY, Action.REDO) if (phase, action) in seen)
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    }
+    between = (Action.PRESERVE, *([Action.RETRY] if passed.get("again") else []))
+    return {
+        Phase.COMMITTED: between,
+        **inside,
+        Phase.PREPARED: (Action.ROLL_FORWARD, *inside[Phase.BACKWARD]),
+    }

@@ -1,0 +1,81 @@
+"""The short form of the qualification, which a run does by itself on a new stack: one process, forks, some seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import import_module
+
+import torch
+
+from lightning_accelpact.qualification.probes import Target
+from lightning_accelpact.qualification.qualify import LOOPS, RANKS, Form, Qualification
+from lightning_accelpact.qualification.world import LocalWorld, strip_launcher
+from lightning_accelpact.recovery.envelope import Entry, ProbeResult
+from lightning_accelpact.recovery.stack import Stack
+
+_DEADLINE_S = 150.0
+
+
+def short_form(stack: Stack, *, device_type: str) -> Entry:
+    """Qualify a stack from within a run, in a process of its own: this one has threads, and may hold a device.
+
+    Args:
+        stack: This process's.
+        device_type: Type of the devices.
+
+    Returns:
+        The entry; one without actions, which says why, if the process has hung or died.
+    """
+    task = json.dumps({"stack": stack.to_dict(), "devices": _devices(device_type), "device_type": device_type})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_accelpact.qualification.short", task],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=strip_launcher(os.environ),
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return _failed(stack, f"hung: still there after {_DEADLINE_S:g} s, and killed then")
+    if process.returncode:
+        return _failed(stack, f"ended with exit code {process.returncode}: {errors.strip().splitlines()[-1:]}")
+    return Entry.from_dict(json.loads(output.splitlines()[-1]))
+
+
+def _devices(device_type: str) -> int:
+    """How many ranks this machine can have."""
+    return torch.cuda.device_count() if device_type == "cuda" else RANKS
+
+
+def _failed(stack: Stack, detail: str) -> Entry:
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    probe = ProbeResult(name="rebuild", trials=1, successes=0, detail=detail)
+    return Entry(stack=stack, date=date, source="the short form, at the start of a run", probes=(probe,))
+
+
+def qualify_here(stack: Stack, *, devices: int, device_type: str, form: Form) -> Entry:
+    """Qualify in forks of this process, which has no threads yet and has not touched a device."""
+    loop = LOOPS[stack.framework.split()[0], stack.fsdp]
+    import_module(loop.partition(":")[0])  # once, and not in every fork
+    target = Target(backend=stack.backend, device_type=device_type, loop=loop)
+    return Qualification(stack, target, make_world=LocalWorld, devices=devices, form=form).entry()
+
+
+def _main(task: dict) -> None:
+    stack = Stack.from_dict(task["stack"])
+    form = Form.short(stack.backend)
+    entry = qualify_here(stack, devices=task["devices"], device_type=task["device_type"], form=form)
+    print(json.dumps(entry.to_dict()))
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))
