@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,6 +104,12 @@ class GoodputCallback(Callback):
         self._shown_at = -math.inf
         self._account = GoodputAccount(Ledger(), options)
 
+    def keep_in(self, folder: Path) -> None:
+        """Keep the records in this folder, unless there is a ``log_dir``; before training begins."""
+        options = self._account.options
+        if options.log_dir is None:
+            self._account.options = replace(options, log_dir=folder)
+
     @property
     def _ledger(self) -> Ledger:
         return self._account.ledger
@@ -130,7 +137,8 @@ class GoodputCallback(Callback):
         """Remember where training begins, and whether it is at a checkpoint."""
         if self._after_all not in trainer.callbacks:
             trainer.callbacks.append(self._after_all)
-        self._account.begin(_frontier(trainer), resumed=self._resumed, step=trainer.global_step)
+        self._account.begin(_frontier(trainer), resumed=self._resumed, step=trainer.global_step,
+                            reached=getattr(trainer.strategy, "reached_before", 0))  # fmt: skip
         self._logged.begin(trainer)
         self._ledger.switch(TimeClass.DATA_LOADING)
 
@@ -173,13 +181,13 @@ class GoodputCallback(Callback):
         """Put all ranks' records together, while the strategy can still reach them."""
         self._logged.publish(trainer, self._account)
         gather = getattr(trainer.strategy, "gather_json", None)
-        record = self._account.record(_frontier(trainer), _incidents(trainer))
+        record = self._account.run_record(_frontier(trainer), _incidents(trainer), ended="completed")
         self.summary = self._account.conclude((gather(record) if gather else None) or [record], completed=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Conclude with what this rank knows: its peers may be gone, and no teardown hook follows an error."""
         if self._fitting and self.summary is None:
-            record = self._account.record(_frontier(trainer), _incidents(trainer))
+            record = self._account.run_record(_frontier(trainer), _incidents(trainer), ended="failed")
             self.summary = self._account.conclude([record], completed=False)
         self._print(trainer)
 

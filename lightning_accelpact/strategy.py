@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from copy import copy
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
@@ -23,12 +24,14 @@ from lightning_accelpact.callback import GoodputCallback
 from lightning_accelpact.goodput.ledger import TimeClass
 from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
 from lightning_accelpact.metric_sync import MetricSync
+from lightning_accelpact.position import Position, choose_checkpoint, obstacle
 from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPlan
 from lightning_accelpact.recovery.options import RecoveryOptions
 from lightning_accelpact.recovery.update import UpdateRunner
 from lightning_accelpact.recovery.window import Window
+from lightning_accelpact.restart import Restart, checked_resume
 
 T = TypeVar("T")
 
@@ -57,6 +60,9 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         manual_optimization: What to do with a module that steps its optimizers itself: ``"refuse"`` it at set-up;
             ``"update"``: it puts every update into :meth:`run_update`, which can run it again; ``"fail_stop"``: train
             it as it is, and fail-stop on a fault inside an update.
+        resume: When ``fit`` goes on from a checkpoint of an earlier attempt at the run that it has not been given:
+            ``"auto"``: if a supervisor has relaunched the job, or the same command is run again after the run was
+            stopped or killed; ``"always"``: from whatever the last run in the root folder has left; ``"never"``.
         goodput: The callback that keeps account, ``True`` for one with its defaults, ``False`` for none.
         faults: Faults to inject, for drills and tests.
         save_distributed_checkpoint: As for Lightning's ``ModelParallelStrategy``.
@@ -85,6 +91,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         on_divergence: Literal["warn", "stop"] = RecoveryOptions.on_divergence,
         envelope: Literal["auto", "off"] | str | os.PathLike[str] = RecoveryOptions.envelope,
         manual_optimization: Literal["refuse", "update", "fail_stop"] = "refuse",
+        resume: Literal["auto", "always", "never"] = "auto",
         goodput: bool | GoodputCallback = True,
         faults: FaultPlan | None = None,
         save_distributed_checkpoint: bool = True,
@@ -117,6 +124,9 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             framework="lightning.pytorch",
         )
         self._manual = checked_manual(manual_optimization)
+        self._resume = checked_resume(resume)
+        self._restart: Restart | None = None
+        self._position: Position | None = None
         self._goodput = GoodputCallback() if goodput is True else goodput
         self._update: UpdateRunner | None = None
         self._evaluation: Window | None = None
@@ -134,11 +144,40 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         self.runtime.protect(self.model)  # a fault may strike before the model is sharded
         self.lightning_module._device_mesh = self._device_mesh
         self._add_callback(trainer)
+        self._restart = self._make_restart(trainer)
 
     def _add_callback(self, trainer: pl.Trainer) -> None:
         present = any(isinstance(callback, GoodputCallback) for callback in trainer.callbacks)
         if self._goodput and not present:
             trainer.callbacks.insert(0, self._goodput)
+
+    def _make_restart(self, trainer: pl.Trainer) -> Restart | None:
+        """What lets a later process go on with a fit, if it writes checkpoints that one can go on from."""
+        fits = trainer.state.fn == TrainerFn.FITTING and self._save_distributed_checkpoint
+        if not fits or self._resume == "never" or not (trainer.checkpoint_callbacks or self._resume == "always"):
+            return None
+        choose_checkpoint(trainer, self._begin_run)
+        return Restart(
+            resume=self._resume,
+            root=trainer.default_root_dir,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            gather_json=self.gather_json,
+            barrier=self.barrier,
+        )
+
+    def _begin_run(self, given: Any) -> Any:
+        """The checkpoint that the fit begins with."""
+        chosen = self._restart.begin(given)
+        for callback in self.lightning_module.trainer.callbacks:
+            if isinstance(callback, GoodputCallback):
+                callback.keep_in(self._restart.folder)
+        return chosen
+
+    @property
+    def reached_before(self) -> int:
+        """Updates of the run that earlier attempts at it have applied; 0 if none is known."""
+        return self._restart.reached if self._restart else 0
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the model, unless its ``configure_model`` has, and take charge of its updates."""
@@ -163,6 +202,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
 
     def _take_charge(self, trainer: pl.Trainer) -> None:
         loop.require_one_closure_per_step(trainer)
+        self._position = Position(trainer)
         self._update = None
         self.runtime.optimizers = lambda: self.optimizers
         if self.lightning_module.automatic_optimization:
@@ -276,14 +316,35 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         """Write a checkpoint, again from the start if a fault strikes in it; remember it for a restart."""
         save = super().save_checkpoint
         with self.ledger.span(TimeClass.CHECKPOINT_SAVE):
-            self._run_operation(lambda: save(copy(checkpoint), filepath, storage_options))
+            self._run_operation(lambda: self._write(checkpoint, filepath, storage_options, save))
         self.runtime.checkpoint_written(filepath)
 
+    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, save: Callable[..., None]) -> None:
+        if self._restart is None:
+            return save(copy(checkpoint), filepath, storage_options)
+        trainer = self.lightning_module.trainer
+        self._restart.write(
+            Path(self.broadcast(filepath)),
+            lambda folder: save(copy(checkpoint), folder, storage_options),
+            self._position.capture(),
+            update=trainer.global_step,
+            obstacle=obstacle(trainer, checkpoint),
+        )
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint."""
+        """Read a checkpoint, and this rank's position if there is one."""
         load = super().load_checkpoint
         with self.ledger.span(TimeClass.CHECKPOINT_RESTORE):
-            return self._run_operation(lambda: load(checkpoint_path, weights_only))
+            checkpoint = self._run_operation(lambda: load(checkpoint_path, weights_only))
+            if self._restart is not None:
+                self._take_position(checkpoint_path, checkpoint)
+        return checkpoint
+
+    def _take_position(self, path: Any, checkpoint: dict[str, Any]) -> None:
+        state = self._restart.read(Path(path))
+        if state is not None:
+            self._position.resume(state, checkpoint["loops"])
+            self.runtime.checkpoint_written(path)
 
     def on_train_end(self) -> None:
         """Leave together: a rank that had left already could not take part in the repair of the last update."""
@@ -291,6 +352,10 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """An error that is not a communication fault ends the run on every rank, instead of leaving peers waiting."""
+        if self._restart is not None:
+            incident = self.incidents[-1].to_dict() if self.incidents else None
+            update = self.lightning_module.trainer.global_step
+            self._restart.failed(exception, update=update, incident=incident)
         if not isinstance(exception, SIGTERMException):
             self.runtime.stop_peers(exception)
         elif self.machine.leave.agreed:
@@ -298,5 +363,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Detach from the session; communicators stay for a next run in this process."""
+        if self._restart is not None:
+            self._restart.completed()
         self.runtime.detach()
         super().teardown()

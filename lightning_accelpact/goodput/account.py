@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass, append_jsonl
 from lightning_accelpact.goodput.openmetrics import MetricsFile
 from lightning_accelpact.goodput.report import GoodputSummary, summarize
-from lightning_accelpact.goodput.run import log_path, reached_before
+from lightning_accelpact.goodput.run import Attempt, RankRun, Sample, log_path, unfinished_attempts
 from lightning_accelpact.goodput.tracking import tracked_values
 
 if TYPE_CHECKING:
@@ -96,8 +96,10 @@ class GoodputAccount:
         self._newest: Incident | None = None
         # What to add to a frontier to count from the beginning of the run; None if earlier attempts are not known
         self._offset: int | None = None
-        # How far earlier attempts at the run had come: updates up to there are replays
+        # Earlier attempts at the run, and how far they had come: updates up to there are replays
+        self._earlier: tuple[Attempt, ...] = ()
         self._replay_until = 0
+        self._replayed = 0
         self._begun = False
         self._kept_at = -math.inf
 
@@ -105,7 +107,7 @@ class GoodputAccount:
         """The time before the ledger was made went to the program's start, which was ``age`` seconds ago."""
         self.ledger.backdate(TimeClass.PROGRAM_STARTUP, max(0.0, age - self.ledger.elapsed))
 
-    def begin(self, frontier: int, *, resumed: bool = False, step: int | None = None) -> None:
+    def begin(self, frontier: int, *, resumed: bool = False, step: int | None = None, reached: int = 0) -> None:
         """Updates begin.
 
         Args:
@@ -113,6 +115,7 @@ class GoodputAccount:
             resumed: Whether a checkpoint has just been read.
             step: Updates since the beginning of the run, those of earlier attempts that a checkpoint kept among them.
                 None if that is not known: then no update is taken for a replay.
+            reached: Updates of the run that earlier attempts have applied, if more is known than this rank's file says.
         """
         self._offset = None if step is None else step - frontier
         if self._origin is not None and frontier < self._origin + self._updates:
@@ -123,6 +126,7 @@ class GoodputAccount:
         self._timed = (frontier, self.ledger.totals()[TimeClass.PRODUCTIVE])
         if not self._begun:
             self._begin_attempt(frontier)
+            self._replay_until = max(self._replay_until, reached)
 
     def _begin_attempt(self, frontier: int) -> None:
         """Learn what earlier attempts at the run had reached, and say that there is another."""
@@ -130,7 +134,8 @@ class GoodputAccount:
         if self.options.log_dir is None:
             return
         path = log_path(self.options.log_dir, self.rank)
-        self._replay_until = self._guarded(lambda: reached_before(path), f"read {path}", 0)
+        self._earlier = self._guarded(lambda: unfinished_attempts(path), f"read {path}", ())
+        self._replay_until = max((attempt.reached for attempt in self._earlier), default=0)
         began = time.time() - self.ledger.elapsed
         place = {"rank": self.rank, "world_size": self.world_size, "step": self._step(frontier)}
         earlier = [{"kind": "incident", **record, "offset": self._offset or 0} for record in self._incidents]
@@ -159,6 +164,7 @@ class GoodputAccount:
             self._update_seconds.append(per_update)
             until = self._replay_until - self._offset if self._offset is not None else 0
             replayed = max(0, min(frontier, until) - timed)
+            self._replayed += replayed
             productive -= self.ledger.move(TimeClass.PRODUCTIVE, TimeClass.REPLAYED_UPDATES, replayed * per_update)
             self._timed = (frontier, productive)
         elapsed = self.ledger.elapsed
@@ -179,21 +185,24 @@ class GoodputAccount:
             return
         self._kept_at = self.ledger.elapsed
         record = self._totals(frontier)
-        productive = record["totals"][TimeClass.PRODUCTIVE.value]
-        spent = {name: round(seconds, 6) for name, seconds in record["totals"].items() if seconds}
-        kept = {
-            "kind": "totals", "time": time.time(), "totals": spent,
-            "updates": record["updates"], "update_s": record["update_s"],
-            # Of an update that is not committed yet
-            "unfinished_s": max(0.0, productive - self._timed[1]) if self._origin is not None else 0.0,
-            "ended": ended,
-        }  # fmt: skip
+        kept = {"kind": "totals", **self._sample(record, ended)}
         self._append([kept], durable=ended is not None)
         if self.options.metrics_dir is not None:
             file = MetricsFile(Path(self.options.metrics_dir), rank=self.rank)
             done = self._step(frontier)
             self._guarded(lambda: file.write(record, record["updates"] if done is None else done),
                           f"write {file.path}", None)  # fmt: skip
+
+    def _sample(self, record: Mapping[str, Any], ended: str | None) -> dict[str, Any]:
+        productive = record["totals"][TimeClass.PRODUCTIVE.value]
+        spent = {name: round(seconds, 6) for name, seconds in record["totals"].items() if seconds}
+        return {
+            "time": time.time(), "totals": spent,
+            "updates": record["updates"], "update_s": record["update_s"], "replayed": record["replayed"],
+            # Of an update that is not committed yet
+            "unfinished_s": max(0.0, productive - self._timed[1]) if self._origin is not None else 0.0,
+            "ended": ended,
+        }  # fmt: skip
 
     def take_in(self, incidents: Sequence[Incident]) -> None:
         """Account for the incidents that are new since the last call, and log them.
@@ -235,6 +244,27 @@ class GoodputAccount:
         self.take_in(incidents)
         return self._totals(frontier)
 
+    def run_record(self, frontier: int, incidents: Sequence[Incident], *, ended: str) -> dict[str, Any]:
+        """Like :meth:`record`, of this attempt and all earlier ones at the run.
+
+        Args:
+            frontier: The committed frontier now.
+            incidents: All incidents of this rank in the current run.
+            ended: ``completed`` or ``failed``.
+        """
+        record = self.record(frontier, incidents)
+        if not self._earlier:
+            return record
+        offset = self._offset or 0
+        now = Attempt(
+            rank=self.rank, world_size=self.world_size, start=time.time() - self.ledger.elapsed,
+            step=None if self._offset is None or self._origin is None else self._offset + self._origin,
+            samples=(Sample.from_dict(self._sample(record, ended)),),
+            incidents=tuple(from_the_beginning({**one, "offset": offset}) for one in self._incidents),
+            checkpoints=(), summary=None,
+        )  # fmt: skip
+        return RankRun(rank=self.rank, attempts=(*self._earlier, now)).record()
+
     def _totals(self, frontier: int) -> dict[str, Any]:
         if self._origin is not None:
             self._updates = frontier - self._origin
@@ -245,6 +275,7 @@ class GoodputAccount:
             "elapsed": sum(totals.values()),
             "totals": {cls.value: seconds for cls, seconds in totals.items()},
             "updates": self._updates,
+            "replayed": self._replayed,
             "update_s": median(self._update_seconds) if self._update_seconds else 0.0,
             "incidents": self._incidents,
         }

@@ -98,6 +98,7 @@ class GoodputSummary:
         wall_s: Seconds from the start of the program (of the first attempt), the longest of any rank.
         totals: Rank-seconds of every class.
         updates: Updates committed by every rank since the program started.
+        replayed: Updates that ran again after a restart, since the checkpoint did not have them; the most of any rank.
         update_s: Productive seconds of a typical update: the median over ranks of each one's median, which a slow
             first update does not move; 0 without updates. A replay takes more (it loads data, too), so an estimate
             made from it errs on the low side.
@@ -120,6 +121,7 @@ class GoodputSummary:
     incidents: tuple[IncidentSummary, ...]
     restart_s: float | None
     saved_s: float
+    replayed: int = 0
 
     @property
     def goodput(self) -> float:
@@ -158,6 +160,7 @@ class GoodputSummary:
         """
         totals = {TimeClass(name): seconds for name, seconds in values["totals"].items()}
         incidents = tuple(map(IncidentSummary.from_dict, values["incidents"]))
+        values = {"replayed": 0, **values}  # not in those of earlier versions
         return cls(**{**_own(cls, values), "totals": totals, "incidents": incidents})
 
 
@@ -174,7 +177,7 @@ def summarize(rank_records: Sequence[Mapping[str, Any]], *, restart_s: float | N
             ``totals`` (seconds by the value of :class:`TimeClass`; absent ones are 0), ``updates`` (committed since
             the program started), ``update_s`` (median productive seconds of an update; 0 without updates),
             ``incidents`` (each an ``Incident.to_dict()``, and ``checkpoint``: the frontier of the newest
-            checkpoint at its time, or None) and, if it is not 1, ``attempts``.
+            checkpoint at its time, or None) and, if they are not 1 and 0, ``attempts`` and ``replayed``.
         restart_s: Seconds to relaunch the job and reload the checkpoint, None if unknown.
 
     Raises:
@@ -195,6 +198,7 @@ def summarize(rank_records: Sequence[Mapping[str, Any]], *, restart_s: float | N
         wall_s=max(record["elapsed"] for record in rank_records),
         totals=totals,
         updates=min(record["updates"] for record in rank_records),
+        replayed=max(record.get("replayed", 0) for record in rank_records),
         update_s=update_s,
         guard_s=guard_s,
         incidents=incidents,
@@ -268,6 +272,8 @@ def render(summary: GoodputSummary) -> RenderableType:
         parts += [_incident_table(shown), Text(_INCIDENT_KEY, style="dim"), _repair_table(shown)]
         if len(shown) < len(summary.incidents):
             parts.append(Text(f"The last {len(shown)} of {len(summary.incidents)} incidents are shown."))
+    if summary.attempts > 1:
+        parts.append(Text(_replays(summary)))
     return Padding(Group(*parts, Text(_savings(summary))), (1, 0))
 
 
@@ -320,6 +326,12 @@ def _repair_table(incidents: Iterable[IncidentSummary]) -> RenderableType:
     for one in incidents:
         table.add_row(str(one.frontier), *(f"{getattr(one, name) * 1e3:,.1f}" for name in names))
     return _titled("Detection and repair in ms, on the slowest rank (total: without detection)", table)
+
+
+def _replays(summary: GoodputSummary) -> str:
+    seconds = _seconds(summary.totals[TimeClass.REPLAYED_UPDATES])
+    replayed = _count(summary.replayed, "update")
+    return f"\n{_count(summary.attempts - 1, 'restart')} from a checkpoint: {replayed} replayed, {seconds} rank-seconds."
 
 
 def _savings(summary: GoodputSummary) -> str:

@@ -32,6 +32,7 @@ class Sample:
         updates: Updates committed since the attempt began.
         update_s: Productive seconds of a typical update; 0 without updates.
         unfinished_s: Productive seconds of an update that was not committed yet.
+        replayed: Updates that an earlier attempt had committed already.
         ended: ``completed`` or ``failed`` if it is the last one, else None.
     """
 
@@ -41,13 +42,14 @@ class Sample:
     update_s: float
     unfinished_s: float
     ended: str | None
+    replayed: int = 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Sample:
         """From its record."""
         totals = {TimeClass(name): seconds for name, seconds in values["totals"].items()}
         names = ("time", "updates", "update_s", "unfinished_s", "ended")
-        return cls(totals=totals, **{name: values[name] for name in names})
+        return cls(totals=totals, replayed=values.get("replayed", 0), **{name: values[name] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +164,7 @@ class RankRun:
             "elapsed": sum(totals.values()),
             "totals": {cls.value: seconds for cls, seconds in totals.items()},
             "updates": self.updates,
+            "replayed": sum(one.samples[-1].replayed for one in self.attempts if one.samples),
             "update_s": median(typical) if typical else 0.0,
             "incidents": [incident for one in self.attempts for incident in one.incidents],
             "attempts": len(self.attempts),
@@ -285,21 +288,21 @@ def _attempt(records: Sequence[Mapping[str, Any]]) -> Attempt:
         start=start["time"],
         step=start["step"],
         samples=tuple(map(Sample.from_dict, of_kind["totals"])),
-        incidents=tuple(map(_from_the_beginning, of_kind["incident"])),
+        incidents=tuple(map(from_the_beginning, of_kind["incident"])),
         checkpoints=tuple(one["time"] for one in of_kind["checkpoint"]),
         summary=GoodputSummary.from_dict(summaries[-1]) if summaries else None,
     )
 
 
-def _from_the_beginning(incident: Mapping[str, Any]) -> Mapping[str, Any]:
+def from_the_beginning(incident: Mapping[str, Any]) -> Mapping[str, Any]:
     """The incident with frontiers that count from the beginning of the run."""
     offset, checkpoint = incident["offset"], incident["checkpoint"]
     shifted = None if checkpoint is None else checkpoint + offset
     return {**incident, "frontier": incident["frontier"] + offset, "checkpoint": shifted}
 
 
-def reached_before(path: Path) -> int:
-    """Updates of the run of this file that earlier attempts have committed; 0 if there are none.
+def unfinished_attempts(path: Path) -> tuple[Attempt, ...]:
+    """The earlier attempts at the run that goes on in this file; none if the last one there is done.
 
     A file of another version counts as none.
 
@@ -307,11 +310,9 @@ def reached_before(path: Path) -> int:
         OSError: if it is there and cannot be read.
     """
     if not path.exists():
-        return 0
+        return ()
     try:
         attempts, _ = read_attempts(path)
     except RunError:
-        return 0
-    if not attempts or attempts[-1].completed:
-        return 0
-    return max(attempt.reached for attempt in _last_run(attempts))
+        return ()
+    return () if not attempts or attempts[-1].completed else tuple(_last_run(attempts))
