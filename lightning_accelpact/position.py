@@ -7,7 +7,7 @@ Lightning (checked against lightning 2.6); ``tests/test_position.py`` fails loud
 
 from __future__ import annotations
 
-import random
+import warnings
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -100,6 +100,7 @@ class Position:
         self._adapt(trainer.fit_loop, "_load_combined_loader_states", self._data_are_set_up)
         self._adapt(trainer.fit_loop, "reset", self._reset)
         self._adapt(trainer.fit_loop, "on_run_start", self._run_starts)
+        self._adapt(trainer.fit_loop.epoch_loop, "reset", self._reset_epoch)
         self._adapt(trainer.fit_loop.epoch_loop, "on_run_start", self._epoch_starts)
         self._adapt(trainer.fit_loop.epoch_loop, "advance", self._advance)
 
@@ -150,6 +151,12 @@ class Position:
         if self._moment is Moment.EPOCH_END:
             self._trainer.fit_loop.restarting = False  # a new epoch begins
         original()
+
+    def _reset_epoch(self, original: Callable[..., None]) -> None:
+        with warnings.catch_warnings():
+            if self._resumed is not None:  # the loader need not resume: it is read up to its place
+                warnings.filterwarnings("ignore", message="You're resuming from a checkpoint")
+            original()
 
     def _run_starts(self, original: Callable[..., None]) -> None:
         original()

@@ -1,7 +1,8 @@
 """A fit that is stopped, killed and started again; a script for a launcher, and a job for the warm ranks.
 
 Usage: python restarted.py FOLDER ATTEMPT...: each attempt says how it ends, as ``stop@16``: with a fail-stop in the
-update after 16; ``kill@19:1``: rank 1 is killed after update 19; ``-``: not before its time. Each rank writes what it has
+update after 16; ``kill@19:1``: rank 1 is killed after update 19; ``write@4:2``: rank 2 while it writes the checkpoint of
+update 4; ``-``: not before its time. Each rank writes what it has
 seen to a file in the folder.
 """
 
@@ -103,6 +104,8 @@ def fit(
            "num_sanity_val_steps": 1, "callbacks": [trace, saves], **(trainer_options or {})}
     )  # fmt: skip
     result: dict[str, Any] = {"ends": ends, "seen": trace.seen}
+    if ends.startswith("write"):
+        _die_writing(trainer, *map(int, ends.partition("@")[2].split(":")))
     try:
         trainer.fit(module)
     finally:
@@ -113,6 +116,18 @@ def fit(
         }
         _keep(folder, result)
     return result
+
+
+def _die_writing(trainer: pl.Trainer, update: int, rank: int) -> None:
+    save = torch.save
+
+    def die(value: Any, path: Path, *args: Any, **kwargs: Any) -> None:
+        if (trainer.global_step, path.name) == (update, f"accelpact-rank{rank}.pt"):
+            path.write_bytes(b"PK")
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(value, path, *args, **kwargs)
+
+    torch.save = die
 
 
 def _keep(folder: Path, result: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass, append_jsonl
 from lightning_accelpact.goodput.openmetrics import MetricsFile
 from lightning_accelpact.goodput.report import GoodputSummary, summarize
-from lightning_accelpact.goodput.run import Attempt, RankRun, Sample, log_path, unfinished_attempts
+from lightning_accelpact.goodput.run import Attempt, RankRun, Sample, from_the_beginning, log_path, unfinished_attempts
 from lightning_accelpact.goodput.tracking import tracked_values
 
 if TYPE_CHECKING:

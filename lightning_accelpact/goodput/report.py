@@ -170,7 +170,7 @@ def _own(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summarize(rank_records: Sequence[Mapping[str, Any]], *, restart_s: float | None = None) -> GoodputSummary:
-    """Put the records of several ranks together. Incidents of one generation on different ranks are one incident.
+    """Put the records of several ranks together. Incidents of one generation (of one attempt) on different ranks are one incident.
 
     Args:
         rank_records: Per rank a mapping of plain JSON values: ``rank``, ``world_size``, ``elapsed`` (seconds),
@@ -229,14 +229,14 @@ def _recoveries(incidents: Iterable[IncidentSummary]) -> list[Recovery]:
 
 
 def _merge_incidents(rank_records: Iterable[Mapping[str, Any]]) -> tuple[IncidentSummary, ...]:
-    groups: defaultdict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
+    groups: defaultdict[tuple[int, int, int], list[Mapping[str, Any]]] = defaultdict(list)
     for record in rank_records:
         # An incident that was never repaired may carry its predecessor's generation: one rank's are never merged
-        seen: Counter[int] = Counter()
+        seen: Counter[tuple[int, int]] = Counter()
         for incident in record["incidents"]:
-            generation = incident["generation"]
-            groups[generation, seen[generation]].append(incident)
-            seen[generation] += 1
+            repair = (incident.get("attempt", 0), incident["generation"])
+            groups[*repair, seen[repair]].append(incident)
+            seen[repair] += 1
     in_time = sorted(groups.values(), key=lambda incidents: min(incident["time"] for incident in incidents))
     return tuple(_merge(incidents) for incidents in in_time)
 

@@ -166,7 +166,9 @@ class RankRun:
             "updates": self.updates,
             "replayed": sum(one.samples[-1].replayed for one in self.attempts if one.samples),
             "update_s": median(typical) if typical else 0.0,
-            "incidents": [incident for one in self.attempts for incident in one.incidents],
+            "incidents": [
+                {**incident, "attempt": number} for number, one in enumerate(self.attempts) for incident in one.incidents
+            ],
             "attempts": len(self.attempts),
         }
 
