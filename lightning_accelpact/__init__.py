@@ -1,7 +1,8 @@
 """Fault recovery without checkpoint I/O for hybrid-sharded training on Lightning.
 
-Importing this package makes ``Trainer(strategy="accelpact_hsdp")`` and ``Fabric(strategy="accelpact_hsdp")`` known. It imports neither torch nor
-Lightning: the public names below load when they are first used.
+Importing this package makes ``Trainer(strategy="accelpact_hsdp")``, ``Fabric(strategy="accelpact_hsdp")`` and
+``Trainer(strategy="accelpact_hsdp_fsdp1")`` known. It imports neither torch nor Lightning: the public names below load
+when they are first used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from lightning_accelpact._autoload import on_package_import
 if TYPE_CHECKING:
     from lightning_accelpact.callback import GoodputCallback
     from lightning_accelpact.fabric import FabricHSDPStrategy
+    from lightning_accelpact.fsdp1_strategy import ResilientFSDP1Strategy
     from lightning_accelpact.goodput.account import GoodputOptions
     from lightning_accelpact.recovery.action import Action, Phase
     from lightning_accelpact.recovery.fault import FaultPlan
@@ -30,6 +32,7 @@ __all__ = [
     "GoodputOptions",
     "Incident",
     "Phase",
+    "ResilientFSDP1Strategy",
     "ResilientHSDPStrategy",
 ]
 
@@ -42,6 +45,7 @@ _HOMES = {
     "GoodputOptions": "goodput.account",
     "Incident": "recovery.incident",
     "Phase": "recovery.action",
+    "ResilientFSDP1Strategy": "fsdp1_strategy",
     "ResilientHSDPStrategy": "strategy",
 }
 

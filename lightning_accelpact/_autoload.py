@@ -1,4 +1,4 @@
-"""Puts ``accelpact_hsdp`` into the registries of frameworks that may not have been imported yet, and Accelerate's switch
+"""Puts the strategies' names into the registries of frameworks that may not have been imported yet, and Accelerate's switch
 where it is looked for.
 
 torch calls :func:`autoload` at the end of ``import torch`` (entry-point group ``torch.backends``), so the name exists
@@ -40,21 +40,31 @@ class _Entry(NamedTuple):
     description: str
 
 
-_DESCRIPTION = "FSDP2 hybrid sharding that recovers from failed collectives without reading a checkpoint"
+_DESCRIPTION = "{} hybrid sharding that recovers from failed collectives without reading a checkpoint"
 
 # The module that is importable once its registry is complete -> what goes into that registry
 _ENTRIES = {
-    "lightning.pytorch.strategies": _Entry(
-        registry="StrategyRegistry",
-        name="accelpact_hsdp",
-        target="lightning_accelpact.strategy:ResilientHSDPStrategy",
-        description=_DESCRIPTION,
+    "lightning.pytorch.strategies": (
+        _Entry(
+            registry="StrategyRegistry",
+            name="accelpact_hsdp",
+            target="lightning_accelpact.strategy:ResilientHSDPStrategy",
+            description=_DESCRIPTION.format("FSDP2"),
+        ),
+        _Entry(
+            registry="StrategyRegistry",
+            name="accelpact_hsdp_fsdp1",
+            target="lightning_accelpact.fsdp1_strategy:ResilientFSDP1Strategy",
+            description=_DESCRIPTION.format("FSDP1"),
+        ),
     ),
-    "lightning.fabric.strategies": _Entry(
-        registry="STRATEGY_REGISTRY",
-        name="accelpact_hsdp",
-        target="lightning_accelpact.fabric:FabricHSDPStrategy",
-        description=_DESCRIPTION,
+    "lightning.fabric.strategies": (
+        _Entry(
+            registry="STRATEGY_REGISTRY",
+            name="accelpact_hsdp",
+            target="lightning_accelpact.fabric:FabricHSDPStrategy",
+            description=_DESCRIPTION.format("FSDP2"),
+        ),
     ),
 }
 
@@ -107,11 +117,11 @@ def _register(module: ModuleType) -> None:
     if module.__name__ in _HOOKS:
         _HOOKS[module.__name__]()
         return
-    entry = _ENTRIES[module.__name__]
     try:
-        registry = getattr(module, entry.registry)
-        if entry.name not in registry:
-            registry.register(entry.name, _factory(entry.target), description=entry.description)
+        for entry in _ENTRIES[module.__name__]:
+            registry = getattr(module, entry.registry)
+            if entry.name not in registry:
+                registry.register(entry.name, _factory(entry.target), description=entry.description)
     except Exception as error:  # a framework that changed its registry must still be importable
         _complain(error)
 

@@ -11,14 +11,15 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_accelpact.collective import ResilientCollective
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass
 from lightning_accelpact.qualification.short import short_form
-from lightning_accelpact.recovery import c10d, fsdp2, secret
+from lightning_accelpact.recovery import c10d, secret
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.machine import RepairMachine
 from lightning_accelpact.recovery.operation import Operations
-from lightning_accelpact.recovery.options import RecoveryOptions
+from lightning_accelpact.recovery.options import HsdpShape, RecoveryOptions
 from lightning_accelpact.recovery.replica import Divergence
 from lightning_accelpact.recovery.runtime import HsdpRuntime, Place
+from lightning_accelpact.recovery.subject import ShardedSubject
 from lightning_accelpact.wrapping import WrapPolicy, shard
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class ResilientHSDP:
-    """Goes in front of Lightning's FSDP2 strategy, either package's, in the bases of a strategy."""
+    """Goes in front of one of Lightning's FSDP strategies, either package's, in the bases of a strategy."""
 
     def _prepare(
         self,
@@ -39,6 +40,7 @@ class ResilientHSDP:
         faults: FaultPlan | None,
         resume_with: str,
         framework: str,
+        subject: ShardedSubject | None = None,
     ) -> None:
         """Take the options in; starts nothing."""
         self.ledger = Ledger()
@@ -51,6 +53,7 @@ class ResilientHSDP:
             resume_with=resume_with,
             framework=framework,
             qualify=short_form,
+            subject=subject,
         )
         self.collective: ResilientCollective | None = None
         self._wrap = WrapPolicy(wrap)
@@ -121,7 +124,11 @@ class ResilientHSDP:
         self.accelerator.setup_device(self.root_device)
         self.runtime.start(self._place(), redo=redo)
         self.collective = ResilientCollective(self.operations)
-        self._setup_distributed()  # finds the default group made
+        self._adopt_groups(shape)
+
+    def _adopt_groups(self, shape: HsdpShape) -> None:
+        """Let Lightning's FSDP2 strategy find the groups made."""
+        self._setup_distributed()
         self._device_mesh = self.runtime.mesh
         self._data_parallel_size, self._tensor_parallel_size = shape.replicate, shape.shard
 
@@ -135,16 +142,21 @@ class ResilientHSDP:
             device_type=self.root_device.type,
         )
 
-    def _shard(self, module: torch.nn.Module) -> None:
-        """Shard a module by the policy, unless parts of it are sharded already."""
-        if fsdp2.wrapped_modules(module):
-            return
+    def _shard(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Shard a module by the policy, unless parts of it are sharded already; returns it, or what it is wrapped in."""
+        if self.runtime.subject.wrapper.wrapped_modules(module):
+            return module
         self.runtime.broadcast_weights(module)
-        blocks = shard(module, self.device_mesh, self._wrap)
-        replicate, shards = self.device_mesh.shape
+        sharded, blocks = self._wrap_units(module)
         rank_zero_info(
-            f"accelpact_hsdp: sharded {blocks} blocks and the root over {replicate} replicas x {shards} shards"
+            f"accelpact_hsdp: sharded {blocks} blocks and the root over {self.runtime.shape.replicate} replicas x"
+            f" {self.runtime.shape.shard} shards"
         )
+        return sharded
+
+    def _wrap_units(self, module: torch.nn.Module) -> tuple[torch.nn.Module, int]:
+        """Shard the policy's blocks and the root; returns what to call instead of it, and the number of blocks."""
+        return module, shard(module, self.runtime.mesh, self._wrap)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,6 @@ from lightning_accelpact.goodput.ledger import TimeClass
 from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
 from lightning_accelpact.metric_sync import MetricSync
 from lightning_accelpact.position import Position, choose_checkpoint, obstacle
-from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPlan
 from lightning_accelpact.recovery.options import RecoveryOptions
@@ -36,93 +35,14 @@ from lightning_accelpact.restart import Restart, checked_resume
 T = TypeVar("T")
 
 
-class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
-    """Hybrid-sharded data parallelism (FSDP2) that survives failed collectives in any phase of an update.
+class ResilientTraining(ResilientHSDP):
+    """What the Trainer's strategies have in common; goes in front of one of Lightning's FSDP strategies."""
 
-    Weights, optimizer state, random state and data position stay in memory; only the communicators are replaced. No
-    checkpoint is read, at most one update is run again, and the final weights are bit-for-bit those of a run without
-    the fault.
-
-    Args:
-        replicate: Size of a replication group. ``"auto"``: the number of nodes; on one node 2 if that divides.
-        shard: Size of a sharding group. ``"auto"``: the rest, which is the devices per node on several nodes.
-        wrap: Which modules are sharded as a unit: ``"auto"`` for the model's repeated blocks, or a set of classes.
-            A ``configure_model`` that calls ``fully_shard`` itself stays in charge.
-        repair_budget: See :class:`~lightning_accelpact.recovery.options.RecoveryOptions`; seconds.
-        max_repairs_per_update: See there.
-        collective_timeout: See there; seconds.
-        rebuild_timeout: See there; seconds.
-        control_interface: See there.
-        uncommitted: See there.
-        digest_every: See there.
-        on_divergence: See there.
-        envelope: See there.
-        manual_optimization: What to do with a module that steps its optimizers itself: ``"refuse"`` it at set-up;
-            ``"update"``: it puts every update into :meth:`run_update`, which can run it again; ``"fail_stop"``: train
-            it as it is, and fail-stop on a fault inside an update.
-        resume: When ``fit`` goes on from a checkpoint of an earlier attempt at the run that it has not been given:
-            ``"auto"``: if a supervisor has relaunched the job, or the same command is run again after the run was
-            stopped or killed; ``"always"``: from whatever the last run in the root folder has left; ``"never"``.
-        goodput: The callback that keeps account, ``True`` for one with its defaults, ``False`` for none.
-        faults: Faults to inject, for drills and tests.
-        save_distributed_checkpoint: As for Lightning's ``ModelParallelStrategy``.
-        process_group_backend: Backend of the training groups; ``None`` for the device's own.
-
-    Raises:
-        ValueError: if an option is out of range; nothing has been started then.
-    """
-
-    strategy_name = "accelpact_hsdp"
-
-    def __init__(
-        self,
-        *,
-        replicate: int | Literal["auto"] = "auto",
-        shard: int | Literal["auto"] = "auto",
-        wrap: Literal["auto"] | Collection[type[torch.nn.Module]] = "auto",
-        repair_budget: float = RecoveryOptions.repair_budget,
-        max_repairs_per_update: int = RecoveryOptions.max_repairs_per_update,
-        collective_timeout: float = RecoveryOptions.collective_timeout,
-        rebuild_timeout: float = RecoveryOptions.rebuild_timeout,
-        heartbeat_deadline: float = RecoveryOptions.heartbeat_deadline,
-        control_interface: str | None = None,
-        uncommitted: Literal["retry", "redo", "restart"] = "retry",
-        digest_every: int = RecoveryOptions.digest_every,
-        on_divergence: Literal["warn", "stop"] = RecoveryOptions.on_divergence,
-        envelope: Literal["auto", "off"] | str | os.PathLike[str] = RecoveryOptions.envelope,
-        manual_optimization: Literal["refuse", "update", "fail_stop"] = "refuse",
-        resume: Literal["auto", "always", "never"] = "auto",
-        goodput: bool | GoodputCallback = True,
-        faults: FaultPlan | None = None,
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
+    def _prepare_training(
+        self, *, manual_optimization: str, goodput: bool | GoodputCallback, resume: str = "never", **options: Any
     ) -> None:
-        options = RecoveryOptions(
-            repair_budget=repair_budget,
-            max_repairs_per_update=max_repairs_per_update,
-            collective_timeout=collective_timeout,
-            rebuild_timeout=rebuild_timeout,
-            heartbeat_deadline=heartbeat_deadline,
-            control_interface=control_interface,
-            uncommitted=uncommitted,
-            digest_every=digest_every,
-            on_divergence=on_divergence,
-            envelope=envelope,
-        )
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=collective_timeout),
-        )
-        self._prepare(
-            options=options,
-            replicate=replicate,
-            shard=shard,
-            wrap=wrap,
-            faults=faults,
-            resume_with="ckpt_path",
-            framework="lightning.pytorch",
-        )
+        """Take the options in; starts nothing."""
+        self._prepare(resume_with="ckpt_path", framework="lightning.pytorch", **options)
         self._manual = checked_manual(manual_optimization)
         self._resume = checked_resume(resume)
         self._restart: Restart | None = None
@@ -153,7 +73,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
 
     def _make_restart(self, trainer: pl.Trainer) -> Restart | None:
         """What lets a later process go on with a fit, if it writes checkpoints that one can go on from."""
-        fits = trainer.state.fn == TrainerFn.FITTING and self._save_distributed_checkpoint
+        fits = trainer.state.fn == TrainerFn.FITTING and self._writes_folders
         if not fits or self._resume == "never" or not (trainer.checkpoint_callbacks or self._resume == "always"):
             return None
         choose_checkpoint(trainer, self._begin_run)
@@ -165,6 +85,11 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             gather_json=self.gather_json,
             barrier=self.barrier,
         )
+
+    @property
+    def _writes_folders(self) -> bool:
+        """Whether a checkpoint is a folder that all ranks write to, which is what a restart can go on from."""
+        return False
 
     def _begin_run(self, given: Any) -> Any:
         """The checkpoint that the fit begins with."""
@@ -181,8 +106,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the model, unless its ``configure_model`` has, and take charge of its updates."""
-        self._shard_model()
-        with loop.configured_by_strategy(self.lightning_module):
+        with self._sharded():
             super().setup(trainer)
         self.runtime.protect(self.model)
         self.runtime.align_replicas(self.model)
@@ -194,11 +118,10 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._take_charge(trainer)
 
-    def _shard_model(self) -> None:
-        self._shard(self.model)
-        for name in STEP_METHODS:  # Lightning calls these, not forward()
-            if is_overridden(name, self.lightning_module):
-                register_fsdp_forward_method(self.model, name)
+    @contextmanager
+    def _sharded(self) -> Iterator[None]:
+        """In which Lightning's own set-up finds the model ready."""
+        yield
 
     def _take_charge(self, trainer: pl.Trainer) -> None:
         loop.require_one_closure_per_step(trainer)
@@ -226,7 +149,7 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """No gradient communication for a micro-batch that is not the update's last."""
-        return fsdp2.no_gradient_sync(self.model)
+        return self.runtime.subject.wrapper.no_gradient_sync(self.model)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any):
         """Backward pass."""
@@ -367,3 +290,106 @@ class ResilientHSDPStrategy(ResilientHSDP, ModelParallelStrategy):
             self._restart.completed()
         self.runtime.detach()
         super().teardown()
+
+
+class ResilientHSDPStrategy(ResilientTraining, ModelParallelStrategy):
+    """Hybrid-sharded data parallelism (FSDP2) that survives failed collectives in any phase of an update.
+
+    Weights, optimizer state, random state and data position stay in memory; only the communicators are replaced. No
+    checkpoint is read, at most one update is run again, and the final weights are bit-for-bit those of a run without
+    the fault.
+
+    Args:
+        replicate: Size of a replication group. ``"auto"``: the number of nodes; on one node 2 if that divides.
+        shard: Size of a sharding group. ``"auto"``: the rest, which is the devices per node on several nodes.
+        wrap: Which modules are sharded as a unit: ``"auto"`` for the model's repeated blocks, or a set of classes.
+            A ``configure_model`` that calls ``fully_shard`` itself stays in charge.
+        repair_budget: See :class:`~lightning_accelpact.recovery.options.RecoveryOptions`; seconds.
+        max_repairs_per_update: See there.
+        collective_timeout: See there; seconds.
+        rebuild_timeout: See there; seconds.
+        control_interface: See there.
+        uncommitted: See there.
+        digest_every: See there.
+        on_divergence: See there.
+        envelope: See there.
+        manual_optimization: What to do with a module that steps its optimizers itself: ``"refuse"`` it at set-up;
+            ``"update"``: it puts every update into :meth:`run_update`, which can run it again; ``"fail_stop"``: train
+            it as it is, and fail-stop on a fault inside an update.
+        resume: When ``fit`` goes on from a checkpoint of an earlier attempt at the run that it has not been given:
+            ``"auto"``: if a supervisor has relaunched the job, or the same command is run again after the run was
+            stopped or killed; ``"always"``: from whatever the last run in the root folder has left; ``"never"``.
+        goodput: The callback that keeps account, ``True`` for one with its defaults, ``False`` for none.
+        faults: Faults to inject, for drills and tests.
+        save_distributed_checkpoint: As for Lightning's ``ModelParallelStrategy``.
+        process_group_backend: Backend of the training groups; ``None`` for the device's own.
+
+    Raises:
+        ValueError: if an option is out of range; nothing has been started then.
+    """
+
+    strategy_name = "accelpact_hsdp"
+
+    def __init__(
+        self,
+        *,
+        replicate: int | Literal["auto"] = "auto",
+        shard: int | Literal["auto"] = "auto",
+        wrap: Literal["auto"] | Collection[type[torch.nn.Module]] = "auto",
+        repair_budget: float = RecoveryOptions.repair_budget,
+        max_repairs_per_update: int = RecoveryOptions.max_repairs_per_update,
+        collective_timeout: float = RecoveryOptions.collective_timeout,
+        rebuild_timeout: float = RecoveryOptions.rebuild_timeout,
+        heartbeat_deadline: float = RecoveryOptions.heartbeat_deadline,
+        control_interface: str | None = None,
+        uncommitted: Literal["retry", "redo", "restart"] = "retry",
+        digest_every: int = RecoveryOptions.digest_every,
+        on_divergence: Literal["warn", "stop"] = RecoveryOptions.on_divergence,
+        envelope: Literal["auto", "off"] | str | os.PathLike[str] = RecoveryOptions.envelope,
+        manual_optimization: Literal["refuse", "update", "fail_stop"] = "refuse",
+        resume: Literal["auto", "always", "never"] = "auto",
+        goodput: bool | GoodputCallback = True,
+        faults: FaultPlan | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+    ) -> None:
+        options = RecoveryOptions(
+            repair_budget=repair_budget,
+            max_repairs_per_update=max_repairs_per_update,
+            collective_timeout=collective_timeout,
+            rebuild_timeout=rebuild_timeout,
+            heartbeat_deadline=heartbeat_deadline,
+            control_interface=control_interface,
+            uncommitted=uncommitted,
+            digest_every=digest_every,
+            on_divergence=on_divergence,
+            envelope=envelope,
+        )
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=collective_timeout),
+        )
+        self._prepare_training(
+            options=options,
+            replicate=replicate,
+            shard=shard,
+            wrap=wrap,
+            faults=faults,
+            manual_optimization=manual_optimization,
+            resume=resume,
+            goodput=goodput,
+        )
+
+    @property
+    def _writes_folders(self) -> bool:
+        return self._save_distributed_checkpoint
+
+    @contextmanager
+    def _sharded(self) -> Iterator[None]:
+        self._shard(self.model)
+        for name in STEP_METHODS:  # Lightning calls these, not forward()
+            if is_overridden(name, self.lightning_module):
+                register_fsdp_forward_method(self.model, name)
+        with loop.configured_by_strategy(self.lightning_module):
+            yield

@@ -95,13 +95,14 @@ def fit(
     updates: int = 5,
     accumulate: int = 2,
     layers: int = 4,
+    strategy_class: type = ResilientHSDPStrategy,
     trainer_options: dict[str, Any] | None = None,
     **strategy_options: Any,
 ) -> dict[str, Any]:
     """Train the regressor on this rank and describe where it ended."""
     pl.seed_everything(11, workers=True, verbose=False)
     module = Regressor(layers=layers)
-    strategy = ResilientHSDPStrategy(
+    strategy = strategy_class(
         **{"faults": FaultPlan(faults or ()), "goodput": False, "collective_timeout": 30.0, "repair_budget": 60.0,
            **strategy_options}
     )  # fmt: skip

@@ -126,6 +126,11 @@ def sharded_parameters(root: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter for parameter in root.parameters() if isinstance(parameter, DTensor)]
 
 
+def shards(root: torch.nn.Module) -> list[torch.Tensor]:
+    """This rank's shards of all parameters."""
+    return [parameter.to_local().detach() for parameter in sharded_parameters(root)]
+
+
 def meshes(modules: Iterable[torch.nn.Module]) -> list[DeviceMesh]:
     """Every device mesh that these modules' FSDP states or sharded parameters name, each once."""
     found: dict[int, DeviceMesh] = {}

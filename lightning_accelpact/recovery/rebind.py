@@ -6,8 +6,9 @@ the device mesh names a retired communicator. The count is taken, never assumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ class Reference:
     """One place that names a process group.
 
     Args:
-        holder: The dictionary that holds it: an object's attributes, or a registry.
+        holder: The mapping that holds it: an object's attributes, or a registry.
         key: Its key there.
     """
 
-    holder: dict[str, Any]
+    holder: MutableMapping[str, Any]
     key: str
 
     @property
@@ -44,20 +45,23 @@ class Reference:
         self.holder[self.key] = group
 
 
-def references(root: torch.nn.Module, extra_meshes: Iterable[DeviceMesh] = ()) -> Iterator[Reference]:
-    """Every reference to a process group in FSDP2's state, in the device meshes and in the modules' own attributes."""
+def references(
+    root: torch.nn.Module, extra_meshes: Iterable[DeviceMesh] = (), *, wrapper: ModuleType = fsdp2
+) -> list[Reference]:
+    """Every reference to a process group in the wrapper's state, in device meshes and in the modules' own attributes.
+
+    Args:
+        root: The outermost module.
+        extra_meshes: Device meshes besides those that the wrapper's state names.
+        wrapper: The adapter to what shards the model.
+    """
     modules = list(walk(root))
-    for holder, key in fsdp2.group_holders(modules):
-        yield Reference(holder, key)
-    registries: dict[int, dict[str, dist.ProcessGroup]] = {}
-    for mesh in [*fsdp2.meshes(modules), *extra_meshes]:
-        registries.update({id(registry): registry for registry in c10d.mesh_registries(mesh)})
-    for registry in registries.values():
-        yield from (Reference(registry, name) for name in registry)
-    for module in modules:
-        attributes = vars(module)
-        for key in [key for key, value in attributes.items() if value.__class__ is dist.ProcessGroup]:
-            yield Reference(attributes, key)
+    found = [Reference(holder, key) for holder, key in wrapper.group_holders(modules)]
+    for mesh in [*wrapper.meshes(modules), *extra_meshes]:
+        found += [Reference(registry, name) for registry in c10d.mesh_registries(mesh) for name in registry]
+    for attributes in map(vars, modules):
+        found += [Reference(attributes, key) for key, value in attributes.items() if value.__class__ is dist.ProcessGroup]
+    return list({(id(reference.holder), reference.key): reference for reference in found}.values())
 
 
 @dataclass(frozen=True, kw_only=True)

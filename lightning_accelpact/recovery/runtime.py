@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_accelpact.recovery import c10d, digest, fsdp2
+from lightning_accelpact.recovery import c10d, digest
 from lightning_accelpact.recovery.action import Action, Ruling
 from lightning_accelpact.recovery.agreement import EnvelopeSource, agree
 from lightning_accelpact.recovery.endpoint import Endpoint, interface_address
@@ -29,7 +29,7 @@ from lightning_accelpact.recovery.progress import Progress
 from lightning_accelpact.recovery.replica import Divergence, ReplicaGuard, replicas
 from lightning_accelpact.recovery.session import Session
 from lightning_accelpact.recovery.stack import Stack
-from lightning_accelpact.recovery.subject import Fsdp2Subject
+from lightning_accelpact.recovery.subject import Fsdp2Subject, ShardedSubject
 from lightning_accelpact.recovery.update import UpdateRunner
 from lightning_accelpact.recovery.window import Window
 
@@ -71,8 +71,8 @@ class HsdpRuntime:
         span: Gives the context in which time of a named class (``guard``, ``group_repair``) is spent.
         resume_with: Where the user passes a checkpoint to resume from, as in ``ckpt_path``.
         framework: Whose loop trains, as in ``lightning.pytorch``.
-        fsdp: Generation of FSDP.
         qualify: Runs the short form of the qualification: called with the stack and ``device_type``.
+        subject: What is protected; ``None`` for an FSDP2 model.
     """
 
     def __init__(
@@ -85,12 +85,11 @@ class HsdpRuntime:
         span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
         resume_with: str,
         framework: str,
-        fsdp: str = "fsdp2",
         qualify: Callable[..., Entry] | None = None,
+        subject: ShardedSubject | None = None,
     ) -> None:
         self.options = options
         self._framework = framework
-        self._fsdp = fsdp
         self._qualify = qualify
         self._sizes = (replicate, shard)
         self._plan = faults or FaultPlan()
@@ -98,7 +97,7 @@ class HsdpRuntime:
         self._resume_with = resume_with
         self._root: torch.nn.Module | None = None
         self._last_checkpoint: tuple[str, int] | None = None
-        self.subject = Fsdp2Subject()
+        self.subject = subject or Fsdp2Subject()
         self.shape: HsdpShape | None = None
         self.session: Session | None = None
         self.mesh: DeviceMesh | None = None
@@ -153,6 +152,7 @@ class HsdpRuntime:
                 ' choose "gloo"'
             )
         self.shape = HsdpShape.resolve(*self._sizes, num_nodes=num_nodes, devices_per_node=devices_per_node)
+        self.subject.require(self.shape)
         if self.options.digest_every and self.shape.replicate == 1:
             raise ValueError(
                 f"digest_every={self.options.digest_every} lets replicas compare their shards, but replicate=1 has no"
@@ -231,7 +231,7 @@ class HsdpRuntime:
     def _ruling(self, place: Place, run: int) -> Ruling:
         """What is qualified on this stack; the same on every rank."""
         stack = Stack.here(
-            backend=place.backend, device_type=place.device_type, framework=self._framework, fsdp=self._fsdp
+            backend=place.backend, device_type=place.device_type, framework=self._framework, fsdp=self.subject.fsdp
         )
         source = EnvelopeSource(self.options.envelope, lambda stack: self._short_form(stack, place))
         return agree(self.session.control, source, stack, run=run)
@@ -259,7 +259,8 @@ class HsdpRuntime:
         )
 
     def _allowed(self, *, redo: bool) -> list[Action]:
-        return [action for action in self.options.allowed if redo or action is not Action.REDO]
+        qualified = [action for action in self.options.allowed if action in self.subject.qualified]
+        return [action for action in qualified if redo or action is not Action.REDO]
 
     def protect(self, root: torch.nn.Module) -> None:
         """Reset and rebind this model in a repair.
@@ -279,7 +280,7 @@ class HsdpRuntime:
     def align_replicas(self, module: torch.nn.Module) -> None:
         """Start all replicas from the first one's shards: a model built on the meta device initializes on each rank."""
         source = dist.get_process_group_ranks(self._replicas)[0]
-        shards = [parameter.to_local().detach() for parameter in fsdp2.sharded_parameters(module)]
+        shards = self.subject.wrapper.shards(module)
         self.operations.run(lambda: [_broadcast(shard, source, self._replicas) for shard in shards])
 
     @property
@@ -303,7 +304,7 @@ class HsdpRuntime:
             self.machine,
             window,
             drop_gradients=drop_gradients,
-            holds_gradients=lambda: fsdp2.holds_gradients(self._root),
+            holds_gradients=lambda: self.subject.wrapper.holds_gradients(self._root),
             after_update=self.replicas.check,
         )
 
@@ -311,7 +312,7 @@ class HsdpRuntime:
 
     def drop_gradients(self, optimizers: Iterable[Optimizer]) -> None:
         """Clear every gradient of an aborted update, also those that FSDP accumulates unsharded."""
-        fsdp2.drop_unsharded_gradients(self._root)
+        self.subject.wrapper.drop_unsharded_gradients(self._root)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
 

@@ -1,15 +1,18 @@
-"""The subject of a repair: an FSDP2 model, its references, and the window of its current update."""
+"""The subject of a repair: a sharded model, its references, and the window of its current update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_accelpact.recovery import fsdp2
+from lightning_accelpact.recovery import fsdp1, fsdp2
+from lightning_accelpact.recovery.action import Action
 from lightning_accelpact.recovery.fault import FaultInjector, FaultPoint
+from lightning_accelpact.recovery.options import HsdpShape
 from lightning_accelpact.recovery.rebind import Reference, references
 from lightning_accelpact.recovery.window import Window
 
@@ -33,8 +36,18 @@ class Subject(Protocol):
         """Whether some all-reduce results are gradients that nobody has read, and all gradients among ``results``."""
 
 
-class Fsdp2Subject:
-    """What a repair resets and rebinds. Nothing to do before :meth:`attach`, while the model is still being set up."""
+class ShardedSubject:
+    """What a repair resets and rebinds. Nothing to do before :meth:`attach`, while the model is still being set up.
+
+    Attributes:
+        wrapper: The adapter to what shards the model.
+        fsdp: Which generation of FSDP that is, as an envelope names it.
+        qualified: The actions that have been proven bit-exact with it; a fault that needs another one fail-stops.
+    """
+
+    wrapper: ClassVar[ModuleType]
+    fsdp: ClassVar[str]
+    qualified: ClassVar[tuple[Action, ...]]
 
     def __init__(self) -> None:
         self._root: torch.nn.Module | None = None
@@ -51,6 +64,13 @@ class Fsdp2Subject:
         self._root = root
         self._meshes = list(meshes)
 
+    def require(self, shape: HsdpShape) -> None:
+        """Refuse what the wrapper cannot do; nothing has been started yet.
+
+        Raises:
+            ValueError: says what to do.
+        """
+
     def settle_device(self) -> None:
         """Wait until the aborted step's kernels have ended; its collectives have been aborted before."""
         if torch.cuda.is_initialized():
@@ -59,11 +79,11 @@ class Fsdp2Subject:
     def reset(self) -> None:
         """Bring FSDP back to IDLE."""
         if self._root is not None:
-            fsdp2.reset_iteration(self._root)
+            self.wrapper.reset_iteration(self._root)
 
     def references(self) -> list[Reference]:
         """Every place that may name a communicator."""
-        return list(references(self._root or torch.nn.Module(), self._meshes))
+        return list(references(self._root or torch.nn.Module(), self._meshes, wrapper=self.wrapper))
 
     def obstacle(self) -> str:
         """Why the current update cannot be run again; empty if it can."""
@@ -71,23 +91,46 @@ class Fsdp2Subject:
 
     def unread(self, doubtful: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
         """Whether these all-reduce results are gradients that nobody has read."""
-        return self._root is not None and fsdp2.gradients_are(self._root, doubtful, results)
+        return self._root is not None and self.wrapper.gradients_are(self._root, doubtful, results)
 
     def inject(self, faults: FaultInjector) -> None:
         """Install the hooks for faults that strike inside a forward or a backward; none for an empty plan."""
         if not faults.wants(FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.ALL_REDUCE):
             return
-        blocks = fsdp2.wrapped_modules(self._root)
+        blocks = self.wrapper.wrapped_modules(self._root)
         middle = blocks[(len(blocks) + 1) // 2] if len(blocks) > 2 else blocks[-1]
         middle.register_forward_pre_hook(lambda *_: self._fire(faults, FaultPoint.FORWARD))
         middle.register_forward_hook(lambda module, args, output: _on_gradient(
             output, lambda: self._fire(faults, FaultPoint.BACKWARD)
         ))  # fmt: skip
-        fsdp2.hook_last_reduction(self._root, lambda: self._fire(faults, FaultPoint.ALL_REDUCE))
+        self.wrapper.hook_last_reduction(self._root, lambda: self._fire(faults, FaultPoint.ALL_REDUCE))
 
     def _fire(self, faults: FaultInjector, point: FaultPoint) -> None:
         if torch.is_grad_enabled() or point is not FaultPoint.FORWARD:
-            faults.fire(point, last=fsdp2.reduces_gradients(self._root))
+            faults.fire(point, last=self.wrapper.reduces_gradients(self._root))
+
+
+class Fsdp2Subject(ShardedSubject):
+    """A model that ``fully_shard`` has sharded."""
+
+    wrapper = fsdp2
+    fsdp = "fsdp2"
+    qualified = tuple(Action)
+
+
+class Fsdp1Subject(ShardedSubject):
+    """A model that ``FullyShardedDataParallel`` has sharded."""
+
+    wrapper = fsdp1
+    fsdp = "fsdp1"
+    qualified = tuple(Action)
+
+    def require(self, shape: HsdpShape) -> None:
+        if shape.shard == 1:
+            raise ValueError(
+                "shard=1: FSDP1 would not average gradients over the replicas then. Choose at least 2, or"
+                ' strategy="accelpact_hsdp"'
+            )
 
 
 def _on_gradient(output: Any, action: Callable[[], None]) -> None:
