@@ -183,13 +183,13 @@ def _last_reduction(mesh: DeviceMesh, *, bare: bool) -> dict[str, Any]:
     net = sharded(mesh, bare=bare)
     events: list[str] = []
     fsdp2.hook_last_reduction(net, lambda: events.append("hook"))
-    with _recorded(events):
+    with recorded(events):
         accumulate(net, [0])
     return {"events": events, "groups": len(list(fsdp2.param_groups(net)))}
 
 
 @contextlib.contextmanager
-def _recorded(events: list[str]) -> Iterator[None]:
+def recorded(events: list[str]) -> Iterator[None]:
     names = ("reduce_scatter_single", "all_reduce")
     originals = {name: getattr(dist, name) for name in names}
 

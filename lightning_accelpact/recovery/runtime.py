@@ -231,7 +231,7 @@ class HsdpRuntime:
     def _ruling(self, place: Place, run: int) -> Ruling:
         """What is qualified on this stack; the same on every rank."""
         stack = Stack.here(
-            backend=place.backend, device_type=place.device_type, framework=self._framework, fsdp=self.subject.fsdp
+            backend=place.backend, device_type=place.device_type, framework=self._framework, fsdp=self.subject.generation
         )
         source = EnvelopeSource(self.options.envelope, lambda stack: self._short_form(stack, place))
         return agree(self.session.control, source, stack, run=run)

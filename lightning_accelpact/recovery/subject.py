@@ -41,12 +41,12 @@ class ShardedSubject:
 
     Attributes:
         wrapper: The adapter to what shards the model.
-        fsdp: Which generation of FSDP that is, as an envelope names it.
+        generation: Its name, ``fsdp1`` or ``fsdp2``.
         qualified: The actions that have been proven bit-exact with it; a fault that needs another one fail-stops.
     """
 
     wrapper: ClassVar[ModuleType]
-    fsdp: ClassVar[str]
+    generation: ClassVar[str]
     qualified: ClassVar[tuple[Action, ...]]
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Fsdp2Subject(ShardedSubject):
     """A model that ``fully_shard`` has sharded."""
 
     wrapper = fsdp2
-    fsdp = "fsdp2"
+    generation = "fsdp2"
     qualified = tuple(Action)
 
 
@@ -122,7 +122,7 @@ class Fsdp1Subject(ShardedSubject):
     """A model that ``FullyShardedDataParallel`` has sharded."""
 
     wrapper = fsdp1
-    fsdp = "fsdp1"
+    generation = "fsdp1"
     qualified = tuple(Action)
 
     def require(self, shape: HsdpShape) -> None:
