@@ -1,0 +1,1 @@
+"""Ways to share one training between ranks: one file each."""

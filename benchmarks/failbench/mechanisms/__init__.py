@@ -1,0 +1,1 @@
+"""Ways to survive failures: one file each."""
