@@ -87,13 +87,17 @@ class Record:
         reason: Why, unless ``outcome`` says it all.
         faults: The schedule, and what came of it.
         state_bytes_per_rank: What a mechanism saves of a rank: model, optimizer, RNG and data position; the largest rank.
+        save_interval_steps: Steps from one save of the mechanism to the next; None if it saves nothing in advance.
+        detect_timeout_seconds: What the process groups were told to wait for a silent peer.
         steps: Committed at the end of the run.
         samples_per_step: Of all ranks together, before a fault.
         step_seconds_before: Wall time of each step before the first fault, warm-up left out, on the rank that timed the run.
         step_seconds_after: Of each step after the last recovery.
         steady_overhead: Share of throughput lost while nothing fails (0.0048 is 0.48 %), against the architecture's
             steps without a mechanism; the aggregation fills it in.
-        save_seconds: How long training stood still for each save.
+        save_seconds: How long training stood still for each save in advance (so none for a mechanism that waits for a
+            warning).
+        emergency_seconds: How long each save upon a warning took; contained in ``restore_seconds`` as well.
         detect_seconds: Fault until the last survivor knew, for each recovery.
         restore_seconds: Effective restore: reading or receiving the state and loading it, and the emergency save of a
             warned mechanism.
@@ -119,12 +123,15 @@ class Record:
     reason: str = ""
     faults: tuple[InjectedFault, ...] = ()
     state_bytes_per_rank: int | None = None
+    save_interval_steps: int | None = None
+    detect_timeout_seconds: float | None = None
     steps: int = 0
     samples_per_step: int | None = None
     step_seconds_before: tuple[float, ...] = ()
     step_seconds_after: tuple[float, ...] = ()
     steady_overhead: float | None = None
     save_seconds: tuple[float, ...] = ()
+    emergency_seconds: tuple[float, ...] = ()
     detect_seconds: tuple[float, ...] = ()
     restore_seconds: tuple[float, ...] = ()
     reform_seconds: tuple[float, ...] = ()
@@ -184,14 +191,16 @@ def _read(name: str, value: Any) -> Any:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add a record to a file of JSON lines, made with its folder if missing.
+    """Add a record to a file of JSON lines, made with its folder if missing. What a killed writer left of a line is cut off.
 
     Raises:
         OSError: if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(record.to_json() + "\n")
+    with path.open("a+b") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(record.to_json().encode() + b"\n")
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
