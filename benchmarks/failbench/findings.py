@@ -1,0 +1,262 @@
+"""The paper's qualitative findings, each checked on the records at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean
+
+from benchmarks.failbench.aggregation import CellSummary, Estimate, estimate, latest, summarize
+from benchmarks.failbench.cell import NO_FAULT, NO_MECHANISM, PAPER_TRACES, Cell
+from benchmarks.failbench.record import Outcome, Record
+
+_HALTING = ("A1", "A2", "A3", "A4", "A5", "A7")
+_CONTINUING = ("A1-async", "A6")
+# The architecture on which the paper compares mechanisms (section VII), and those that it compares there
+_ARENA = "A2"
+_PERIODIC = ("FT1", "FT2", "FT3", "FT5", "FT6")
+# A hang is noticed when the timeout has passed, and what comes after it is part of the detection as measured
+_LATE_SHARE, _LATE_S = 0.25, 0.5
+
+
+class Verdict(StrEnum):
+    """What the records say about a finding."""
+
+    HOLDS = "holds here"
+    DOES_NOT = "does not"
+    NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A finding of the paper, and what the records say.
+
+    Args:
+        claim: What the paper found.
+        source: Where it says so.
+        verdict: Whether it is so here.
+        because: The figures, and for ``does not`` the cause as far as they show it.
+    """
+
+    claim: str
+    source: str
+    verdict: Verdict
+    because: str
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What the checks look at.
+
+    Args:
+        records: All runs.
+        summaries: Their summaries.
+    """
+
+    records: Sequence[Record]
+    summaries: Mapping[Cell, CellSummary]
+
+    def pooled(self, architecture: str, mechanism: str, figure: str) -> Estimate | None:
+        """A figure of a pair over the traces of the paper and the run without a fault; samples are the cells' means."""
+        traces = (*PAPER_TRACES, NO_FAULT, "preempt")
+        found = [self.summaries.get(Cell(architecture, mechanism, trace)) for trace in traces]
+        return estimate([mean for one in found if one and (mean := one.mean(figure)) is not None])
+
+
+_Check = Callable[[Basis], tuple[Verdict, str]]
+
+
+def findings(records: Iterable[Record]) -> list[Finding]:
+    """Check every finding.
+
+    Raises:
+        ValueError: if the records are of several presets.
+    """
+    runs = latest(records)
+    basis = Basis(runs, summarize(runs))
+    return [Finding(claim, source, *check(basis)) for claim, source, check in _FINDINGS]
+
+
+def _missing(what: str) -> tuple[Verdict, str]:
+    return Verdict.NOT_MEASURED, f"there is no record of {what}"
+
+
+def _verdict(holds: bool, because: str) -> tuple[Verdict, str]:
+    return (Verdict.HOLDS if holds else Verdict.DOES_NOT), because
+
+
+def _halts_without_a_mechanism(basis: Basis) -> tuple[Verdict, str]:
+    expected = {**dict.fromkeys(_HALTING, Outcome.HALTED), **dict.fromkeys(_CONTINUING, Outcome.CONTINUED)}
+    seen = {name: basis.summaries.get(Cell(name, NO_MECHANISM, "F1")) for name in expected}
+    missing = [f"{name}/{NO_MECHANISM}/F1" for name, one in seen.items() if one is None]
+    if missing:
+        return _missing(", ".join(missing))
+    others = [f"{name} {one.outcome.value}" for name, one in seen.items() if one and set(one.outcomes) != {expected[name]}]
+    if others:
+        return _verdict(False, ", ".join(others))
+    return _verdict(True, f"{', '.join(_HALTING)} halted; {', '.join(_CONTINUING)} continued")
+
+
+def _detection_follows_the_timeout(basis: Basis) -> tuple[Verdict, str]:
+    hangs = [(one.detect_timeout_seconds, one.detect_seconds) for one in basis.records if one.cell.trace == "hang"]
+    seen = sorted((timeout, fmean(times)) for timeout, times in hangs if timeout and times)
+    if len({timeout for timeout, _ in seen}) < 2:
+        return _missing("hangs with two timeouts or more")
+    late = [(timeout, took) for timeout, took in seen if not _in_time(timeout, took)]
+    told = "; ".join(f"{timeout:g} s: {took:.2f} s" for timeout, took in late or seen)
+    killed = basis.summaries.get(Cell(_ARENA, NO_MECHANISM, "F1"))
+    sooner = killed.mean("detect") if killed else None
+    note = f". A killed peer needs no timeout with this backend: {1e3 * sooner:.0f} ms" if sooner is not None else ""
+    return _verdict(not late, f"timeout: detected after {told}{note}")
+
+
+def _in_time(timeout: float, took: float) -> bool:
+    return 0.9 * timeout <= took <= timeout * (1 + _LATE_SHARE) + _LATE_S
+
+
+def _least(
+    basis: Basis, figure: str, favourite: str, rivals: Sequence[str], unit: str, factor: float
+) -> tuple[Verdict, str]:
+    """Whether a mechanism has the lowest figure on A2, beyond the spread."""
+    mine = basis.pooled(_ARENA, favourite, figure)
+    others = {name: found for name in rivals if (found := basis.pooled(_ARENA, name, figure))}
+    if mine is None or len(others) < len(rivals):
+        absent = [name for name in (favourite, *rivals) if name != favourite and name not in others or mine is None]
+        return _missing(f"the {figure} of {', '.join(dict.fromkeys(absent))} on {_ARENA}")
+    told = f"{favourite} {_told(mine, factor, unit)}; " + ", ".join(
+        f"{name} {_told(found, factor, unit)}" for name, found in others.items()
+    )
+    lower = [name for name, found in others.items() if found.mean < mine.mean]
+    if lower:
+        return _verdict(False, f"{' and '.join(lower)} came out lower: {told}")
+    blurred = [name for name, found in others.items() if found.low <= mine.high]
+    if blurred:
+        return _verdict(True, f"by the means, but within the spread of {' and '.join(blurred)}: {told}")
+    return _verdict(True, told)
+
+
+def _told(found: Estimate, factor: float, unit: str) -> str:
+    return f"{factor * found.mean:.1f} +- {factor * found.half:.1f} {unit}"
+
+
+def _ft1_is_cheapest(basis: Basis) -> tuple[Verdict, str]:
+    rivals = [name for name in _PERIODIC if name != "FT1"]
+    verdict, because = _least(basis, "overhead", "FT1", rivals, "%", 100)
+    stalled = {name: found for name in _PERIODIC if (found := basis.pooled(_ARENA, name, "stalled_share"))}
+    if verdict is Verdict.NOT_MEASURED or not stalled:
+        return verdict, because
+    told = ", ".join(f"{name} {_told(found, 100, '%')}" for name, found in stalled.items())
+    return verdict, f"{because}. Training stood still for saves: {told}"
+
+
+def _ft2_restores_fastest(basis: Basis) -> tuple[Verdict, str]:
+    return _least(basis, "restore", "FT2", ("FT1", "FT3", "FT4"), "ms", 1e3)
+
+
+def _ft4_has_no_periodic_cost(basis: Basis) -> tuple[Verdict, str]:
+    runs = [one for one in basis.records if one.cell.mechanism == "FT4" and one.step_seconds_before]
+    if not runs:
+        return _missing("FT4")
+    saving = sorted({one.cell.architecture for one in runs if one.save_seconds})
+    if saving:
+        return _verdict(False, f"it saved in advance on {', '.join(saving)}")
+    overhead = basis.pooled(_ARENA, "FT4", "overhead")
+    noise = f"; its steps on {_ARENA} differ from those without a mechanism by {_told(overhead, 100, '%')}" if overhead else ""
+    return _verdict(True, f"no save in advance in {len(runs)} runs{noise}")
+
+
+def _ft5_is_dominated(basis: Basis) -> tuple[Verdict, str]:
+    points = {name: _point(basis, name) for name in ("FT1", "FT2", "FT3", "FT5", "FT6")}
+    mine = points.pop("FT5")
+    if mine is None or not any(points.values()):
+        return _missing(f"the overhead and restore of FT5 and others on {_ARENA}")
+    # The restores of mechanisms that read from a peer are the same but for noise, as in the paper
+    better = [
+        name
+        for name, one in points.items()
+        if one and one[0].mean < mine[0].mean and one[1].low <= mine[1].high
+    ]
+    told = ", ".join(
+        f"{name} {_told(one[0], 100, '%')} and {_told(one[1], 1e3, 'ms')}"
+        for name, one in [("FT5", mine), *points.items()]
+        if one
+    )
+    if better:
+        return _verdict(True, f"by {' and '.join(better)}: {told}")
+    return _verdict(False, f"none has both a lower overhead and as short a restore: {told}")
+
+
+def _point(basis: Basis, mechanism: str) -> tuple[Estimate, Estimate] | None:
+    overhead, restore = (basis.pooled(_ARENA, mechanism, figure) for figure in ("overhead", "restore"))
+    return (overhead, restore) if overhead and restore else None
+
+
+def _reformation_compresses_ratios(basis: Basis) -> tuple[Verdict, str]:
+    parts = {
+        name: [basis.pooled(_ARENA, name, figure) for figure in ("restore", "reform", "respawn")] for name in ("FT1", "FT2", "FT4")
+    }
+    known = {name: [one.mean if one else 0.0 for one in found] for name, found in parts.items() if found[0] and found[1]}
+    if "FT2" not in known or len(known) < 2:
+        return _missing(f"the restore and re-formation of FT2 and another on {_ARENA}")
+    alone = {name: found[0] / known["FT2"][0] for name, found in known.items()}
+    whole = {name: sum(found) / sum(known["FT2"]) for name, found in known.items()}
+    others = [name for name in known if name != "FT2"]
+    told = ", ".join(f"{name} {alone[name]:.2f}x alone, {whole[name]:.2f}x with it" for name in others)
+    nearer = all(abs(whole[name] - 1) <= abs(alone[name] - 1) for name in others)
+    common = 1e3 * fmean(sum(found[1:]) for found in known.values())
+    return _verdict(nearer, f"to FT2's restore: {told} (re-formation and respawn {common:.0f} ms)")
+
+
+def _gossip_gains_throughput_only(basis: Basis) -> tuple[Verdict, str]:
+    one = basis.summaries.get(Cell("A6", NO_MECHANISM, "F1"))
+    change = one.estimates.get("throughput_change") if one else None
+    fall = one.estimates.get("loss_reduction") if one else None
+    matched = one.estimates.get("matched_loss_reduction") if one else None
+    if not (change and fall and matched):
+        return _missing(f"A6/{NO_MECHANISM}/F1 and of its matched run without a fault")
+    told = (
+        f"throughput {change.mean:+.1%} +- {change.half:.1%} (n = {change.n}); the loss fell by {fall.mean:.4f} +- {fall.half:.4f},"
+        f" without a fault by {matched.mean:.4f} +- {matched.half:.4f} in the same time"
+    )
+    if change.mean <= 0:
+        return _verdict(False, f"samples a second did not rise: {told}")
+    ahead = fall.low > matched.high
+    return _verdict(not ahead, f"the loss fell faster, too: {told}" if ahead else told)
+
+
+def _only_gossip_survives_several(basis: Basis) -> tuple[Verdict, str]:
+    several = [one for cell, one in basis.summaries.items() if cell.trace in ("F2", "F3") and cell.mechanism != NO_MECHANISM]
+    others = [one for one in several if one.cell.architecture != "A6" and one.outcome is not Outcome.INFEASIBLE]
+    ran = [one for one in others if one.outcome is not Outcome.DEGENERATE]
+    if not ran:
+        return _missing("F2 or F3 with a mechanism on another architecture")
+    recovered = [one for one in ran if one.outcome is Outcome.RECOVERED]
+    if recovered:
+        told = f"{len(recovered)} of {len(ran)} cells of other architectures recovered from F2 and F3"
+        return _verdict(False, f"the harness forms the groups anew and replaces what was lost: {told}")
+    return _verdict(True, f"none of {len(ran)} cells of other architectures recovered")
+
+
+def _overhead_depends_on_the_architecture(basis: Basis) -> tuple[Verdict, str]:
+    found = {name: basis.pooled(name, "FT2", "stalled_share") for name in (*_HALTING, "A6")}
+    known = {name: one.mean for name, one in found.items() if one}
+    if len(known) < 2:
+        return _missing("FT2's saves on two architectures or more")
+    low, high = min(known, key=lambda name: known[name]), max(known, key=lambda name: known[name])
+    told = f"of the time between saves, FT2's take {known[low]:.1%} on {low} and {known[high]:.1%} on {high}"
+    return _verdict(known[high] >= 2 * known[low], told)
+
+
+_FINDINGS: Sequence[tuple[str, str, _Check]] = (
+    ("Six architectures halt without a mechanism; A1-async and A6 go on.", "section VI, Table V", _halts_without_a_mechanism),
+    ("Detection follows the configured timeout.", "section VI, Table VI", _detection_follows_the_timeout),
+    ("FT1 has the lowest steady-state overhead.", "section VII-C", _ft1_is_cheapest),
+    ("FT2 restores fastest.", "section VII-C", _ft2_restores_fastest),
+    ("FT4 has no periodic cost.", "section VII-C", _ft4_has_no_periodic_cost),
+    ("FT5 is dominated.", "section VII-C", _ft5_is_dominated),
+    ("Group re-formation compresses the ratios of restores.", "section VII-D", _reformation_compresses_ratios),
+    ("A6 gains throughput from a loss, and no progress of the loss function.", "section VI-C, Figure 2", _gossip_gains_throughput_only),
+    ("FT2's cost depends strongly on the architecture.", "section VIII-C, Table VIII", _overhead_depends_on_the_architecture),
+    ("Several faults are survived by A6 only.", "section VIII-C", _only_gossip_survives_several),
+)
