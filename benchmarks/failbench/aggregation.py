@@ -128,7 +128,10 @@ def latest(records: Iterable[Record]) -> list[Record]:
     return list({run_key(record): record for record in records}.values())
 
 
-def run_key(record: Record) -> tuple[Cell, int, str, float | None]:
+RunKey = tuple[Cell, int, str, float | None]
+
+
+def run_key(record: Record) -> RunKey:
     """What makes a run the same: its cell, seed and preset, and the timeout where that is what the trace is about."""
     timeout = record.detect_timeout_seconds if record.cell.trace == "hang" else None
     return record.cell, record.seed, record.preset, timeout

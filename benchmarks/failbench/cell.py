@@ -12,7 +12,15 @@ PAPER_TRACES = ("F1", "F2", "F3")
 
 NO_MECHANISM = "FT9"
 NO_FAULT = "none"
-TRACES = (*PAPER_TRACES, "hang", "preempt", NO_FAULT)
+# Name -> what happens
+TRACES = {
+    "F1": "one rank is killed",
+    "F2": "ranks r and r + 2 are killed at once",
+    "F3": "three ranks are killed, one after the other",
+    "hang": "one rank is stopped, and stays so",
+    "preempt": "one rank is warned, and killed after a while",
+    NO_FAULT: "nothing: the matched run",
+}
 
 
 @dataclass(frozen=True, order=True)

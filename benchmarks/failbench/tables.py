@@ -168,3 +168,13 @@ def finding_table(found: Iterable[Finding]) -> Table:
         verdict = f"{one.verdict.value}, because" if one.verdict is Verdict.DOES_NOT else one.verdict.value
         table.add_row(f"{one.claim} ({one.source})", f"[{styles[one.verdict]}]{verdict}[/]", one.because)
     return table
+
+
+def name_table(title: str, described: Mapping[str, str]) -> Table:
+    """Names and what they are."""
+    table = _table(title)
+    for column in ("name", "what it is"):
+        table.add_column(column)
+    for name, text in described.items():
+        table.add_row(name, text)
+    return table

@@ -1,0 +1,34 @@
+"""The commands of ``python -m benchmarks.failbench``: one file each."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path("failbench.jsonl")
+
+
+class CommandError(Exception):
+    """A command cannot do what it was told; the message says why and what to do."""
+
+
+def add_preset(parser: argparse.ArgumentParser) -> None:
+    """Add ``--preset``."""
+    text = "size of the workloads: tiny (minutes on 2 cores), cpu or paper (8 GPUs); default: tiny"
+    parser.add_argument("--preset", default="tiny", metavar="NAME", help=text)
+
+
+def add_output(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add ``--json`` with its help."""
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """Add ``--timeout``."""
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="longest time for one run (default: 120)")
+
+
+def subparser(commands: Any, name: str, help_: str, description: str) -> argparse.ArgumentParser:
+    """A command's parser, whose description keeps its lines."""
+    return commands.add_parser(name, help=help_, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

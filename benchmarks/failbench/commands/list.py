@@ -1,0 +1,65 @@
+"""``list``: what there is to run, and what goes together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.failbench import compatibility, registry
+from benchmarks.failbench.cell import TRACES
+from benchmarks.failbench.commands import add_output, subparser
+from benchmarks.failbench.compatibility import Compatibility
+from benchmarks.failbench.tables import compatibility_table, name_table
+
+_DESCRIPTION = "Show the architectures, mechanisms and traces, and which mechanism works on which architecture."
+
+
+def add_list(commands: Any) -> None:
+    """Add the command to the parser's commands."""
+    parser = subparser(commands, "list", "what there is to run, and what goes together", _DESCRIPTION)
+    add_output(parser, "print one line of JSON")
+    parser.set_defaults(command=run_list)
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """Print the names and the compatibility matrix.
+
+    Raises:
+        ValueError: if two entry points have the same name.
+    """
+    architectures, mechanisms = registry.names(registry.ARCHITECTURES), registry.names(registry.MECHANISMS)
+    if options.json:
+        print(json.dumps(_to_dict(architectures, mechanisms)))
+        return 0
+    console = Console()
+    console.print(name_table("Architectures", {name: _first_line(registry.architecture(name)) for name in architectures}))
+    console.print(name_table("Mechanisms", {name: _first_line(registry.mechanism(name)) for name in mechanisms}))
+    console.print(name_table("Traces", TRACES), compatibility_table(architectures, mechanisms))
+    return 0
+
+
+def _first_line(described: type) -> str:
+    return (described.__doc__ or "").strip().partition("\n")[0]
+
+
+def _to_dict(architectures: tuple[str, ...], mechanisms: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "architectures": list(architectures),
+        "mechanisms": list(mechanisms),
+        "traces": list(TRACES),
+        "compatibility": {
+            f"{architecture}/{mechanism}": {
+                "paper": _plain(compatibility.in_paper(architecture, mechanism)),
+                "here": _plain(compatibility.here(architecture, mechanism)),
+            }
+            for architecture in architectures
+            for mechanism in mechanisms
+        },
+    }
+
+
+def _plain(found: Compatibility | None) -> dict[str, Any] | None:
+    return {"kind": found.kind.value, "reason": found.reason, "inferred": found.inferred} if found else None
