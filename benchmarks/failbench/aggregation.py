@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from statistics import fmean, stdev
 
 from benchmarks.failbench.cell import NO_FAULT, NO_MECHANISM, Cell
@@ -97,15 +98,20 @@ class CellSummary:
         outcomes: How often each.
         evidence: What the figures rest on: the weakest of the runs.
         reasons: Of the runs that have one, each once.
-        estimates: Name of a figure -> its estimate; without those that nothing is known of. For the lists of a record n
-            counts recoveries or saves, for all others runs.
+        samples: Name of a figure -> all that is known of it: for the lists of a record one for each recovery or save, for
+            all other figures one for each run.
     """
 
     cell: Cell
     outcomes: Mapping[Outcome, int]
     evidence: Evidence
     reasons: tuple[str, ...]
-    estimates: Mapping[str, Estimate]
+    samples: Mapping[str, Sequence[float]]
+
+    @cached_property
+    def estimates(self) -> Mapping[str, Estimate]:
+        """Name of a figure -> its estimate; without those that nothing is known of."""
+        return {name: found for name, values in self.samples.items() if (found := estimate(values))}
 
     @property
     def outcome(self) -> Outcome:
@@ -121,6 +127,11 @@ class CellSummary:
         """Mean of a figure; None if nothing is known of it."""
         found = self.estimates.get(figure)
         return found.mean if found else None
+
+
+def pooled(summaries: Iterable[CellSummary], figure: str) -> Estimate | None:
+    """A figure from the samples of several cells; None if there are none."""
+    return estimate([value for one in summaries for value in one.samples.get(figure, ())])
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
@@ -155,19 +166,20 @@ def summarize(records: Iterable[Record]) -> dict[Cell, CellSummary]:
 
 
 def _summary(cell: Cell, runs: Sequence[Record], matched: Mapping[tuple[Cell, int], Record]) -> CellSummary:
-    samples = {name: [value for run in runs for value in getattr(run, f"{name}_seconds")] for name in _LISTS}
+    samples: dict[str, list[float]] = {
+        name: [value for run in runs for value in getattr(run, f"{name}_seconds")] for name in _LISTS
+    }
     for run in runs:
         twin = matched.get((cell.baseline, run.seed))
         for name, value in _figures(run, twin).items():
             samples.setdefault(name, []).append(value)
-    estimates = {name: found for name, values in samples.items() if (found := estimate(values))}
     order = list(Evidence)
     return CellSummary(
         cell=cell,
         outcomes=Counter(run.outcome for run in runs),
         evidence=max((run.evidence for run in runs), key=order.index),
         reasons=tuple(dict.fromkeys(run.reason for run in runs if run.reason)),
-        estimates=estimates,
+        samples=samples,
     )
 
 

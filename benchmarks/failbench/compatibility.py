@@ -95,10 +95,12 @@ def here(architecture: str, mechanism: str) -> Compatibility:
     known = _HERE.get((architecture, mechanism)) or in_paper(architecture, mechanism)
     if known is not None:
         return known
+    if architecture in registry.packaged(registry.ARCHITECTURES) and mechanism in registry.packaged(registry.MECHANISMS):
+        return Compatibility(Kind.VIABLE, _VIABLE[mechanism])
     why = registry.mechanism(mechanism).why_not(registry.architecture(architecture))
     if why:
         return Compatibility(Kind.INFEASIBLE, why)
-    return Compatibility(Kind.VIABLE, _VIABLE.get(mechanism, "A mechanism of your own."))
+    return Compatibility(Kind.VIABLE, _VIABLE.get(mechanism, "A mechanism of your own, which has nothing against it."))
 
 
 def paper_cells() -> Iterator[Cell]:

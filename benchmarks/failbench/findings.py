@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
 
-from benchmarks.failbench.aggregation import CellSummary, Estimate, estimate, latest, summarize
+from benchmarks.failbench.aggregation import CellSummary, Estimate, latest, pooled, summarize
 from benchmarks.failbench.cell import NO_FAULT, NO_MECHANISM, PAPER_TRACES, Cell
 from benchmarks.failbench.record import Outcome, Record
 
@@ -58,10 +58,9 @@ class Basis:
     summaries: Mapping[Cell, CellSummary]
 
     def pooled(self, architecture: str, mechanism: str, figure: str) -> Estimate | None:
-        """A figure of a pair over the traces of the paper and the run without a fault; samples are the cells' means."""
-        traces = (*PAPER_TRACES, NO_FAULT, "preempt")
-        found = [self.summaries.get(Cell(architecture, mechanism, trace)) for trace in traces]
-        return estimate([mean for one in found if one and (mean := one.mean(figure)) is not None])
+        """A figure of a pair over the traces of the paper, the warned one and the run without a fault."""
+        cells = [Cell(architecture, mechanism, trace) for trace in (*PAPER_TRACES, "preempt", NO_FAULT)]
+        return pooled([self.summaries[cell] for cell in cells if cell in self.summaries], figure)
 
 
 _Check = Callable[[Basis], tuple[Verdict, str]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.failbench.aggregation import CellSummary, Estimate, estimate
+from benchmarks.failbench.aggregation import CellSummary, Estimate, pooled
 from benchmarks.failbench.cell import NO_FAULT
 
 if TYPE_CHECKING:
@@ -36,17 +36,13 @@ class Point:
 
 
 def points(summaries: Iterable[CellSummary], architecture: str) -> list[Point]:
-    """The mechanisms with both figures, over all traces with faults; samples are the cells' means."""
+    """The mechanisms with both figures, over all traces with faults."""
     found: dict[str, list[CellSummary]] = {}
     for one in summaries:
         if one.cell.architecture == architecture and one.cell.trace != NO_FAULT:
             found.setdefault(one.cell.mechanism, []).append(one)
-    made = [(name, _mean(cells, "overhead"), _mean(cells, "restore")) for name, cells in found.items()]
+    made = [(name, pooled(cells, "overhead"), pooled(cells, "restore")) for name, cells in found.items()]
     return [Point(name, overhead, restore) for name, overhead, restore in made if overhead and restore]
-
-
-def _mean(cells: Sequence[CellSummary], figure: str) -> Estimate | None:
-    return estimate([mean for one in cells if (mean := one.mean(figure)) is not None])
 
 
 def pareto_front(candidates: Sequence[Point]) -> list[Point]:

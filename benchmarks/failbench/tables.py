@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.failbench import compatibility
-from benchmarks.failbench.aggregation import CellSummary, Estimate, Spread
-from benchmarks.failbench.cell import NO_FAULT, PAPER_MECHANISMS, Cell
+from benchmarks.failbench.aggregation import CellSummary, Estimate, Spread, pooled
+from benchmarks.failbench.cell import PAPER_MECHANISMS, Cell
 from benchmarks.failbench.compatibility import Kind
 from benchmarks.failbench.findings import Finding, Verdict
 from benchmarks.failbench.record import Evidence, Outcome
@@ -117,11 +117,9 @@ def overhead_table(summaries: Iterable[CellSummary]) -> Table:
 
 
 def _pair(found: Sequence[CellSummary]) -> str:
-    overheads = [value for one in found if (value := one.mean("overhead")) is not None]
-    restores = [value for one in found if one.cell.trace != NO_FAULT and (value := one.mean("restore")) is not None]
-    parts = [f"{100 * sum(overheads) / len(overheads):.1f}%" if overheads else ""]
-    parts += [f"{1e3 * sum(restores) / len(restores):.1f}"] if restores else []
-    return " / ".join(parts)
+    overhead, restore = pooled(found, "overhead"), pooled(found, "restore")
+    parts = [f"{100 * overhead.mean:.1f}%" if overhead else "", f"{1e3 * restore.mean:.1f}" if restore else ""]
+    return " / ".join(part for part in parts if part)
 
 
 def compatibility_table(architectures: Sequence[str], mechanisms: Sequence[str]) -> RenderableType:
