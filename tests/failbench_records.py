@@ -42,16 +42,24 @@ def made(cell: str, **values: Any) -> Record:
 
 def halted(architecture: str, trace: str = "F1", **values: Any) -> Record:
     """Without a mechanism."""
-    ended = {"steps": 12, "step_seconds_after": (), "recover_seconds": (), "throughput_after": None, "weights_sha256": None}
+    ended = {
+        "steps": 12,
+        "step_seconds_after": (),
+        "recover_seconds": (),
+        "throughput_after": None,
+        "weights_sha256": None,
+    }
     return made(f"{architecture}/FT9/{trace}", outcome=Outcome.HALTED, **{**ended, **values})
 
 
 def continued(architecture: str, **values: Any) -> Record:
     """Without a mechanism, and without the lost rank."""
-    return made(f"{architecture}/FT9/F1", outcome=Outcome.CONTINUED, **{"world_after": 7, "weights_sha256": "1" * 64, **values})
+    return made(
+        f"{architecture}/FT9/F1", outcome=Outcome.CONTINUED, **{"world_after": 7, "weights_sha256": "1" * 64, **values}
+    )
 
 
-# Mechanism on A2 -> step with it, stalls of its saves, interval, restore, emergency saves; the relations of the paper's figures
+# Mechanism on A2 -> step with it, stall of a save, interval, restore, emergency save; they relate as the paper's do
 PAPER_LIKE: dict[str, dict[str, Any]] = {
     "FT1": {"step": 0.1005, "save": 0.005, "every": 10, "restore": 0.155},
     "FT2": {"step": 0.1038, "save": 0.038, "every": 10, "restore": 0.017},

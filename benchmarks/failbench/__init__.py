@@ -1,1 +1,1 @@
-"""FailBench: what failures cost, for each architecture of distributed training, mechanism and trace; see ``docs/failbench.md``."""
+"""FailBench: what failures cost, by architecture, mechanism and trace of faults; see ``docs/failbench.md``."""

@@ -1,4 +1,4 @@
-"""Records of many runs, brought together: for each cell its outcomes, and for each figure n, mean and how sure it is."""
+"""Records of many runs, brought together: each cell's outcomes, and for each figure n, mean and how sure it is."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class CellSummary:
         outcomes: How often each.
         evidence: What the figures rest on: the weakest of the runs.
         reasons: Of the runs that have one, each once.
-        samples: Name of a figure -> all that is known of it: for the lists of a record one for each recovery or save, for
-            all other figures one for each run.
+        samples: Name of a figure -> all that is known of it: for the lists of a record one for each recovery or save,
+            for all other figures one for each run.
     """
 
     cell: Cell
@@ -157,7 +157,9 @@ def summarize(records: Iterable[Record]) -> dict[Cell, CellSummary]:
     all_of_them = with_overhead(latest(records))
     presets = sorted({record.preset for record in all_of_them})
     if len(presets) > 1:
-        raise ValueError(f"records of presets {', '.join(presets)} cannot be brought together: choose one with --preset")
+        raise ValueError(
+            f"records of presets {', '.join(presets)} cannot be brought together: choose one with --preset"
+        )
     grouped: dict[Cell, list[Record]] = defaultdict(list)
     for record in all_of_them:
         grouped[record.cell].append(record)
@@ -229,7 +231,7 @@ def same_weights(run: Record, twin: Record) -> bool | None:
 
 
 def with_overhead(records: Sequence[Record]) -> list[Record]:
-    """The records with their steady-state overhead: mean step before a fault, against the architecture's without a mechanism.
+    """The records with their steady-state overhead: the mean step before a fault, against that without a mechanism.
 
     The paper's ``T_off / T_on - 1`` of throughputs, section V-F. Steps before a fault are as good as those of a run
     without one, so those of all traces are taken together.
@@ -248,7 +250,7 @@ def _with_overhead(record: Record, plain: Sequence[float]) -> Record:
 
 
 def loss_progress(run: Record, twin: Record) -> tuple[float, float] | None:
-    """How far the loss fell in the same time, from the first fault on: in this run, and in the matched one without a fault.
+    """How far the loss fell in the same time from the first fault on: in this run, and in the one without a fault.
 
     As the paper does for A6 (section VI-C): both runs from the fault's step on, for as many seconds of training as the
     shorter of them has left. None if one did not end, or has too few steps left.

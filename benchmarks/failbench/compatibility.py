@@ -40,7 +40,7 @@ _REPLICAS = (
     "A6 has no process group of all ranks that lasts, only subgroups along the edges of its gossip, so a mirror rank"
     " cannot be addressed"
 )
-_SHARDS = "has no data shards of its own on each rank that could be redistributed; what is left is a restart from a checkpoint"
+_SHARDS = "has no data shards on each rank that could be redistributed; what is left is a restart from a checkpoint"
 
 # Table II, but for the viable pairs. The text that we have names FT2 on A6 only; 9 infeasible tuples are three pairs
 # under three traces, and FT5 and FT6 send to mirror ranks by the same protocol as FT2 (sections II-B, IV-B, V-H).
@@ -51,7 +51,9 @@ _PAPER: Mapping[tuple[str, str], Compatibility] = {
     ("A6", "FT6"): Compatibility(Kind.INFEASIBLE, f"{_REPLICAS}.", inferred=True),
 }
 
-_MIRRORS_HERE = "Works here: mechanisms have a process group of their own over all living ranks, which is formed anew after a loss."
+_MIRRORS_HERE = (
+    "Works here: mechanisms have a process group of their own over all living ranks, which is formed anew after a loss."
+)
 _NO_REPLICA = "no two ranks hold the same state, so nobody could hand a lost rank's state to its replacement"
 
 # What differs in this harness from the paper's table, and the packaged pairs that the paper does not have
@@ -95,7 +97,9 @@ def here(architecture: str, mechanism: str) -> Compatibility:
     known = _HERE.get((architecture, mechanism)) or in_paper(architecture, mechanism)
     if known is not None:
         return known
-    if architecture in registry.packaged(registry.ARCHITECTURES) and mechanism in registry.packaged(registry.MECHANISMS):
+    if architecture in registry.packaged(registry.ARCHITECTURES) and mechanism in registry.packaged(
+        registry.MECHANISMS
+    ):
         return Compatibility(Kind.VIABLE, _VIABLE[mechanism])
     why = registry.mechanism(mechanism).why_not(registry.architecture(architecture))
     if why:

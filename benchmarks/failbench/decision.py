@@ -1,4 +1,4 @@
-"""Which mechanism to take: expected completion times from the measured cells, under limits, with what each figure rests on.
+"""Which mechanism to take: expected completion times from the measured cells, under limits, with their evidence.
 
 The model is the paper's (section IX): ``T0 * (1 + o) + (T0 / M) * (T_rec + W)``, minimized subject to caps.
 """
@@ -89,7 +89,15 @@ class Question:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value!r} must be finite and more than 0")
-        for name in ("detect_s", "reform_s", "warning_s", "restore_cap_s", "overhead_cap", "host_memory_bytes", "storage_bytes"):
+        for name in (
+            "detect_s",
+            "reform_s",
+            "warning_s",
+            "restore_cap_s",
+            "overhead_cap",
+            "host_memory_bytes",
+            "storage_bytes",
+        ):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}={value!r} must be at least 0")
@@ -101,10 +109,11 @@ class Candidate:
 
     Args:
         mechanism: Name.
-        inputs: ``overhead`` (a share), and seconds for each failure: ``detect``, ``restore``, ``reform``, ``lost_work``.
+        inputs: ``overhead`` (a share), and seconds for each failure: ``detect``, ``restore``, ``reform`` and
+            ``lost_work``.
         completion_s: Expected completion time.
         obstacles: Why it is no choice; empty if it is one.
-        throughput_after: After a failure that is not made up for, as a share of before; 1 where lost ranks are replaced.
+        throughput_after: After a failure that is not made up for, as a share of before; 1 if lost ranks are replaced.
     """
 
     mechanism: str
@@ -160,7 +169,9 @@ class Decision:
                     "mechanism": one.mechanism,
                     "completion_s": one.completion_s,
                     "evidence": one.tag.value,
-                    "inputs": {name: {"value": given.value, "evidence": given.tag.value} for name, given in one.inputs.items()},
+                    "inputs": {
+                        name: {"value": given.value, "evidence": given.tag.value} for name, given in one.inputs.items()
+                    },
                     "obstacles": list(one.obstacles),
                     "break_even_s": self.break_evens.get(one.mechanism),
                     "throughput_after": one.throughput_after,

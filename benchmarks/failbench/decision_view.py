@@ -13,15 +13,16 @@ _TAGS = {Tag.GIVEN: "g", Tag.MEASURED: "m", Tag.EXTRAPOLATED: "x", Tag.ANALYTIC:
 _FIGURES = ("overhead", "detect", "restore", "reform", "lost_work")
 _KEY = (
     "stretch: expected completion time by the time without failures and mechanism. Seconds, for each failure. g given,"
-    " m measured, x extrapolated, a analytic. equal at: mean time between failures at which it takes as long as the first one;"
-    " -: never."
+    " m measured, x extrapolated, a analytic. equal at: mean time between failures at which it takes as long as the"
+    " first one; -: never."
 )
 
 
 def render(decision: Decision) -> RenderableType:
     """The comparison. Its words are ASCII."""
     question = decision.question
-    head = f"{question.architecture}: a failure every {question.between_failures_s:g} s, {question.work_s / 3600:g} h of work"
+    every, hours = question.between_failures_s, question.work_s / 3600
+    head = f"{question.architecture}: a failure every {every:g} s, {hours:g} h of work"
     best = decision.best
     answer = f"Take {best.mechanism}." if best else "No mechanism meets the limits."
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -31,7 +32,9 @@ def render(decision: Decision) -> RenderableType:
         style = "green" if one is best else "dim" if one.obstacles else None
         table.add_row(*_row(one, decision), style=style)
     notes = [f"{one.mechanism}: {'; '.join(_notes(one))}." for one in decision.candidates if _notes(one)]
-    return Group(Text(head, style="bold"), table, Text(_KEY, style="dim"), *map(Text, notes), Text(answer, style="bold"))
+    return Group(
+        Text(head, style="bold"), table, Text(_KEY, style="dim"), *map(Text, notes), Text(answer, style="bold")
+    )
 
 
 def _row(one: Candidate, decision: Decision) -> list[str]:

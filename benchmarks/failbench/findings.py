@@ -91,7 +91,9 @@ def _halts_without_a_mechanism(basis: Basis) -> tuple[Verdict, str]:
     missing = [f"{name}/{NO_MECHANISM}/F1" for name, one in seen.items() if one is None]
     if missing:
         return _missing(", ".join(missing))
-    others = [f"{name} {one.outcome.value}" for name, one in seen.items() if one and set(one.outcomes) != {expected[name]}]
+    others = [
+        f"{name} {one.outcome.value}" for name, one in seen.items() if one and set(one.outcomes) != {expected[name]}
+    ]
     if others:
         return _verdict(False, ", ".join(others))
     return _verdict(True, f"{', '.join(_HALTING)} halted; {', '.join(_CONTINUING)} continued")
@@ -161,7 +163,11 @@ def _ft4_has_no_periodic_cost(basis: Basis) -> tuple[Verdict, str]:
     if saving:
         return _verdict(False, f"it saved in advance on {', '.join(saving)}")
     overhead = basis.pooled(_ARENA, "FT4", "overhead")
-    noise = f"; its steps on {_ARENA} differ from those without a mechanism by {_told(overhead, 100, '%')}" if overhead else ""
+    noise = (
+        f"; its steps on {_ARENA} differ from those without a mechanism by {_told(overhead, 100, '%')}"
+        if overhead
+        else ""
+    )
     return _verdict(True, f"no save in advance in {len(runs)} runs{noise}")
 
 
@@ -171,11 +177,7 @@ def _ft5_is_dominated(basis: Basis) -> tuple[Verdict, str]:
     if mine is None or not any(points.values()):
         return _missing(f"the overhead and restore of FT5 and others on {_ARENA}")
     # The restores of mechanisms that read from a peer are the same but for noise, as in the paper
-    better = [
-        name
-        for name, one in points.items()
-        if one and one[0].mean < mine[0].mean and one[1].low <= mine[1].high
-    ]
+    better = [name for name, one in points.items() if one and one[0].mean < mine[0].mean and one[1].low <= mine[1].high]
     told = ", ".join(
         f"{name} {_told(one[0], 100, '%')} and {_told(one[1], 1e3, 'ms')}"
         for name, one in [("FT5", mine), *points.items()]
@@ -193,9 +195,12 @@ def _point(basis: Basis, mechanism: str) -> tuple[Estimate, Estimate] | None:
 
 def _reformation_compresses_ratios(basis: Basis) -> tuple[Verdict, str]:
     parts = {
-        name: [basis.pooled(_ARENA, name, figure) for figure in ("restore", "reform", "respawn")] for name in ("FT1", "FT2", "FT4")
+        name: [basis.pooled(_ARENA, name, figure) for figure in ("restore", "reform", "respawn")]
+        for name in ("FT1", "FT2", "FT4")
     }
-    known = {name: [one.mean if one else 0.0 for one in found] for name, found in parts.items() if found[0] and found[1]}
+    known = {
+        name: [one.mean if one else 0.0 for one in found] for name, found in parts.items() if found[0] and found[1]
+    }
     if "FT2" not in known or len(known) < 2:
         return _missing(f"the restore and re-formation of FT2 and another on {_ARENA}")
     alone = {name: found[0] / known["FT2"][0] for name, found in known.items()}
@@ -215,8 +220,8 @@ def _gossip_gains_throughput_only(basis: Basis) -> tuple[Verdict, str]:
     if not (change and fall and matched):
         return _missing(f"A6/{NO_MECHANISM}/F1 and of its matched run without a fault")
     told = (
-        f"throughput {change.mean:+.1%} +- {change.half:.1%} (n = {change.n}); the loss fell by {fall.mean:.4f} +- {fall.half:.4f},"
-        f" without a fault by {matched.mean:.4f} +- {matched.half:.4f} in the same time"
+        f"throughput {change.mean:+.1%} +- {change.half:.1%} (n = {change.n}); the loss fell by {fall.mean:.4f} +-"
+        f" {fall.half:.4f}, without a fault by {matched.mean:.4f} +- {matched.half:.4f} in the same time"
     )
     if change.mean <= 0:
         return _verdict(False, f"samples a second did not rise: {told}")
@@ -225,7 +230,9 @@ def _gossip_gains_throughput_only(basis: Basis) -> tuple[Verdict, str]:
 
 
 def _only_gossip_survives_several(basis: Basis) -> tuple[Verdict, str]:
-    several = [one for cell, one in basis.summaries.items() if cell.trace in ("F2", "F3") and cell.mechanism != NO_MECHANISM]
+    several = [
+        one for cell, one in basis.summaries.items() if cell.trace in ("F2", "F3") and cell.mechanism != NO_MECHANISM
+    ]
     others = [one for one in several if one.cell.architecture != "A6" and one.outcome is not Outcome.INFEASIBLE]
     ran = [one for one in others if one.outcome is not Outcome.DEGENERATE]
     if not ran:
@@ -248,14 +255,26 @@ def _overhead_depends_on_the_architecture(basis: Basis) -> tuple[Verdict, str]:
 
 
 _FINDINGS: Sequence[tuple[str, str, _Check]] = (
-    ("Six architectures halt without a mechanism; A1-async and A6 go on.", "section VI, Table V", _halts_without_a_mechanism),
+    (
+        "Six architectures halt without a mechanism; A1-async and A6 go on.",
+        "section VI, Table V",
+        _halts_without_a_mechanism,
+    ),
     ("Detection follows the configured timeout.", "section VI, Table VI", _detection_follows_the_timeout),
     ("FT1 has the lowest steady-state overhead.", "section VII-C", _ft1_is_cheapest),
     ("FT2 restores fastest.", "section VII-C", _ft2_restores_fastest),
     ("FT4 has no periodic cost.", "section VII-C", _ft4_has_no_periodic_cost),
     ("FT5 is dominated.", "section VII-C", _ft5_is_dominated),
     ("Group re-formation compresses the ratios of restores.", "section VII-D", _reformation_compresses_ratios),
-    ("A6 gains throughput from a loss, and no progress of the loss function.", "section VI-C, Figure 2", _gossip_gains_throughput_only),
-    ("FT2's cost depends strongly on the architecture.", "section VIII-C, Table VIII", _overhead_depends_on_the_architecture),
+    (
+        "A6 gains throughput from a loss, and no progress of the loss function.",
+        "section VI-C, Figure 2",
+        _gossip_gains_throughput_only,
+    ),
+    (
+        "FT2's cost depends strongly on the architecture.",
+        "section VIII-C, Table VIII",
+        _overhead_depends_on_the_architecture,
+    ),
     ("Several faults are survived by A6 only.", "section VIII-C", _only_gossip_survives_several),
 )

@@ -52,7 +52,7 @@ def plan(
     """What to run: all combinations, and for each architecture a run without mechanism and fault to compare with.
 
     Args:
-        architectures: Names; :data:`BARE_ARCHITECTURES` are run without a mechanism only, unless they are the only ones.
+        architectures: Names; :data:`BARE_ARCHITECTURES` are run without a mechanism only, unless there are no others.
         mechanisms: Names.
         traces: Names.
         seeds: Runs of each cell, with the seeds from 0 on.
@@ -155,7 +155,9 @@ def carry_out(task: Task, preset: str, measure: Measure) -> Record:
         return _not_run(task, preset, found.kind, found.reason)
     try:
         return measure(task)
-    except Exception as error:  # whatever breaks in one cell, possibly in a user's own class: the others are still worth running
+    except (
+        Exception
+    ) as error:  # whatever breaks in one cell, possibly in a user's own class: the others are still worth running
         return _bare(task, preset, Outcome.FAILED, Evidence.MEASURED, f"{type(error).__name__}: {error}")
 
 

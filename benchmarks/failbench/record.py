@@ -73,8 +73,8 @@ class InjectedFault:
 class Record:
     """One run of a cell. Figures that were not observed are None or empty, never 0.
 
-    Lists with one entry for each recovery (``detect_seconds`` and the following) are in the order of the recoveries; two
-    faults that are recovered from together (trace F2) share one entry.
+    Lists with one entry for each recovery (``detect_seconds`` and the following) are in the order of the recoveries;
+    two faults that are recovered from together (trace F2) share one entry.
 
     Args:
         cell: What was run.
@@ -86,12 +86,13 @@ class Record:
         evidence: What the figures rest on.
         reason: Why, unless ``outcome`` says it all.
         faults: The schedule, and what came of it.
-        state_bytes_per_rank: What a mechanism saves of a rank: model, optimizer, RNG and data position; the largest rank.
+        state_bytes_per_rank: What a mechanism saves of a rank: model, optimizer, RNG and data position; the largest.
         save_interval_steps: Steps from one save of the mechanism to the next; None if it saves nothing in advance.
         detect_timeout_seconds: What the process groups were told to wait for a silent peer.
         steps: Committed at the end of the run.
         samples_per_step: Of all ranks together, before a fault.
-        step_seconds_before: Wall time of each step before the first fault, warm-up left out, on the rank that timed the run.
+        step_seconds_before: Wall time of each step before the first fault, warm-up left out, on the rank that timed
+            the run.
         step_seconds_after: Of each step after the last recovery.
         steady_overhead: Share of throughput lost while nothing fails (0.0048 is 0.48 %), against the architecture's
             steps without a mechanism; the aggregation fills it in.
@@ -191,7 +192,9 @@ def _read(name: str, value: Any) -> Any:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Add a record to a file of JSON lines, made with its folder if missing. What a killed writer left of a line is cut off.
+    """Add a record to a file of JSON lines, made with its folder if missing.
+
+    What a killed writer left of a line is cut off.
 
     Raises:
         OSError: if it cannot be written.

@@ -84,8 +84,8 @@ def _entries(group: str) -> dict[str, EntryPoint]:
     for entry in entry_points(group=group):
         if entry.name in found and found[entry.name].value != entry.value:
             raise ValueError(
-                f"two entry points of {group} have the name {entry.name!r}: {found[entry.name].value} and {entry.value};"
-                " give the latter another name"
+                f"two entry points of {group} have the name {entry.name!r}: {found[entry.name].value} and"
+                f" {entry.value}; give the latter another name"
             )
         found[entry.name] = entry
     return found

@@ -28,14 +28,17 @@ _MARKS = {
 _NOT_RUN = (".", "dim")
 _KINDS = {Kind.VIABLE: ("V", "green"), Kind.DEGENERATE: ("=", "dim"), Kind.INFEASIBLE: ("-", "yellow")}
 _KEY = (
-    "R recovered, C continued by itself, H halted, X failed, - infeasible, = degenerate, . not run; one mark for each of"
-    " {traces}."
+    "R recovered, C continued by itself, U undisturbed, H halted, X failed, - infeasible, = degenerate, . not run; one"
+    " mark for each of {traces}."
 )
+_TIMES = ("save", "detect", "restore", "reform", "respawn", "recover")
 _EVIDENCE = {Evidence.MEASURED: "m", Evidence.ANALYTIC: "a", Evidence.INFEASIBLE: "-"}
 
 
 def _table(title: str) -> Table:
-    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    return Table(
+        box=box.SIMPLE_HEAD, title=title, title_justify="left", show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+    )
 
 
 def outcome_table(summaries: Mapping[Cell, CellSummary], traces: Sequence[str]) -> RenderableType:
@@ -46,7 +49,9 @@ def outcome_table(summaries: Mapping[Cell, CellSummary], traces: Sequence[str]) 
     for name in ("", *mechanisms):
         table.add_column(name)
     for architecture in sorted(architectures):
-        row = [Text.assemble(*(_mark(Cell(architecture, one, trace), summaries) for trace in traces)) for one in mechanisms]
+        row = [
+            Text.assemble(*(_mark(Cell(architecture, one, trace), summaries) for trace in traces)) for one in mechanisms
+        ]
         table.add_row(architecture, *row)
     return Group(table, Text(_KEY.format(traces=", ".join(traces)), style="dim"))
 
@@ -67,8 +72,10 @@ def _mark(cell: Cell, summaries: Mapping[Cell, CellSummary]) -> tuple[str, str]:
 def figure_table(summaries: Iterable[CellSummary]) -> Table:
     """One row for each cell with its figures; times in ms."""
     table = _table("Figures: mean +- half (n); m measured, a analytic; times in ms")
-    for name in ("cell", "outcome", "by", "overhead", "save", "detect", "restore", "reform", "respawn", "recover", "redone", "rate", "exact"):
-        table.add_column(name, justify="left" if name in ("cell", "outcome", "by") else "right")
+    for name in ("cell", "outcome", "by"):
+        table.add_column(name, no_wrap=True)
+    for name in ("overhead", *_TIMES, "redone", "rate", "exact"):
+        table.add_column(name, justify="right", overflow="fold")
     for one in summaries:
         table.add_row(*_row(one))
     return table
@@ -76,7 +83,7 @@ def figure_table(summaries: Iterable[CellSummary]) -> Table:
 
 def _row(one: CellSummary) -> list[str]:
     _, style = _MARKS[one.outcome]
-    times = [_number(one.estimates.get(name), 1e3, 1) for name in ("save", "detect", "restore", "reform", "respawn", "recover")]
+    times = [_number(one.estimates.get(name), 1e3, 1) for name in _TIMES]
     return [
         str(one.cell),
         f"[{style}]{one.outcome.value}[/]",
@@ -103,7 +110,7 @@ def _yes_or_no(found: Estimate | None) -> str:
 
 
 def overhead_table(summaries: Iterable[CellSummary]) -> Table:
-    """Architectures by mechanisms: what a mechanism costs while nothing fails, and how long it restores, over all traces."""
+    """Architectures by mechanisms: cost while nothing fails, and time to restore, over all traces."""
     pairs: dict[tuple[str, str], list[CellSummary]] = {}
     for one in summaries:
         pairs.setdefault((one.cell.architecture, one.cell.mechanism), []).append(one)

@@ -40,7 +40,12 @@ def test_the_quantiles_leave_5_percent_outside(degrees: int) -> None:
 ])  # fmt: skip
 def test_estimates(samples: list[float], mean: float, half: float, spread: Spread) -> None:
     found = estimate(samples)
-    assert (found.n, found.mean, found.half, found.spread) == (len(samples), pytest.approx(mean), pytest.approx(half, rel=1e-3), spread)
+    assert (found.n, found.mean, found.half, found.spread) == (
+        len(samples),
+        pytest.approx(mean),
+        pytest.approx(half, rel=1e-3),
+        spread,
+    )
 
 
 def test_no_samples_are_no_estimate() -> None:
@@ -87,7 +92,9 @@ def test_presets_are_not_mixed() -> None:
 
 @pytest.mark.parametrize(("digest", "exact"), [("0" * 64, 1.0), ("f" * 64, 0.0), (None, None)])
 def test_weights_are_compared_with_the_run_without_a_fault(digest: str | None, exact: float | None) -> None:
-    found = summarize([made("A2/FT9/none"), made("A2/FT9/none", seed=1, weights_sha256="e"), like("FT1", weights_sha256=digest)])
+    found = summarize(
+        [made("A2/FT9/none"), made("A2/FT9/none", seed=1, weights_sha256="e"), like("FT1", weights_sha256=digest)]
+    )
     assert found[Cell.parse("A2/FT1/F1")].mean("exact") == exact
 
 

@@ -118,7 +118,9 @@ def test_an_architecture_that_goes_on_by_itself_is_a_candidate() -> None:
 
 
 def test_halting_is_no_choice() -> None:
-    with pytest.raises(ValueError, match="architecture='A3' has no measured recovery in the records; those with one: A2"):
+    with pytest.raises(
+        ValueError, match="architecture='A3' has no measured recovery in the records; those with one: A2"
+    ):
         decide([halted("A3"), like("FT1")], question(architecture="A3"))
 
 

@@ -1,4 +1,4 @@
-"""Each finding holds on records like the paper's, does not on records that say otherwise, and is not measured without any."""
+"""Findings hold on records like the paper's, do not on others, and are not measured without any."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ def found(records: list[Record], claim: str) -> Finding:
 
 def only(mechanism: str, **values: object) -> Change:
     """Changes the records of a mechanism on A2."""
-    return lambda one: replace(one, **values) if one.cell.mechanism == mechanism and one.cell.architecture == "A2" else one
+    return lambda one: (
+        replace(one, **values) if one.cell.mechanism == mechanism and one.cell.architecture == "A2" else one
+    )
 
 
-def gossip(**values: object) -> Change:
-    return lambda one: replace(one, **values) if str(one.cell) == "A6/FT9/F1" else one
+def at(cell: str, **values: object) -> Change:
+    """Changes the records of a cell."""
+    return lambda one: replace(one, **values) if str(one.cell) == cell else one
 
 
 @pytest.mark.parametrize("one", findings(paper_like()), ids=lambda one: one.claim)
@@ -53,17 +56,17 @@ def faster_gossip(one: Record) -> Record:
 
 
 @pytest.mark.parametrize(("claim", "change", "because"), [
-    ("halt without", lambda one: replace(one, outcome=Outcome.CONTINUED) if str(one.cell) == "A4/FT9/F1" else one, "A4 continued"),
+    ("halt without", at("A4/FT9/F1", outcome=Outcome.CONTINUED), "A4 continued"),
     ("Detection follows", slower_hang, "1 s: 9.00 s"),
     ("lowest steady-state", only("FT3", step_seconds_before=(0.1001,) * 10), "FT3 came out lower"),
     ("restores fastest", only("FT1", restore_seconds=(0.001,)), "FT1 came out lower"),
     ("no periodic cost", only("FT4", save_seconds=(0.1,)), "saved in advance on A2"),
     ("FT5 is dominated", only("FT5", step_seconds_before=(0.1,) * 10), "none has both"),
     ("compresses", only("FT1", reform_seconds=(30.0,), restore_seconds=(0.017,)), "1.00x alone"),
-    ("A6 gains", gossip(throughput_after=60.0), "did not rise"),
+    ("A6 gains", at("A6/FT9/F1", throughput_after=60.0), "did not rise"),
     ("A6 gains", faster_gossip, "fell faster, too"),
-    ("depends strongly", lambda one: replace(one, save_seconds=(0.0038,)) if str(one.cell) == "A5/FT2/F1" else one, "FT2's take"),
-    ("by A6 only", lambda one: replace(one, outcome=Outcome.RECOVERED) if str(one.cell) == "A3/FT1/F2" else one, "1 of 1"),
+    ("depends strongly", at("A5/FT2/F1", save_seconds=(0.0038,)), "FT2's take"),
+    ("by A6 only", at("A3/FT1/F2", outcome=Outcome.RECOVERED), "1 of 1"),
 ])  # fmt: skip
 def test_does_not_hold_where_the_records_say_so(claim: str, change: Change, because: str) -> None:
     one = found([change(record) for record in paper_like()], claim)
@@ -72,7 +75,9 @@ def test_does_not_hold_where_the_records_say_so(claim: str, change: Change, beca
 
 
 def test_a_difference_within_the_noise_is_named() -> None:
-    records = [replace(one, restore_seconds=(0.001 + one.seed,)) if "/FT1/" in str(one.cell) else one for one in paper_like()]
+    records = [
+        replace(one, restore_seconds=(0.001 + one.seed,)) if "/FT1/" in str(one.cell) else one for one in paper_like()
+    ]
     one = found(records, "restores fastest")
     assert one.verdict is Verdict.HOLDS
     assert "within the spread of FT1" in one.because
@@ -87,7 +92,11 @@ def full() -> list[Record]:
 def _record(cell: Cell) -> Record:
     if cell.mechanism != "FT9":
         return made(str(cell))
-    return halted(cell.architecture, cell.trace) if cell.architecture != "A6" else made(str(cell), outcome=Outcome.CONTINUED)
+    return (
+        halted(cell.architecture, cell.trace)
+        if cell.architecture != "A6"
+        else made(str(cell), outcome=Outcome.CONTINUED)
+    )
 
 
 def test_coverage_of_a_full_matrix() -> None:

@@ -31,7 +31,9 @@ def test_what_a_killed_writer_left_is_cut_off(tmp_path: Path) -> None:
     assert read_records([path]) == [record, record]
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "no", '{"cell": "A2/FT1/F1", "size": 3}', '{"cell": "A2/FT1"}', '{"outcome": "lucky"}'])
+@pytest.mark.parametrize(
+    "line", ["{}", "[]", "no", '{"cell": "A2/FT1/F1", "size": 3}', '{"cell": "A2/FT1"}', '{"outcome": "lucky"}']
+)
 def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "records.jsonl"
     append_record(path, made("A2/FT9/none"))
@@ -42,7 +44,11 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    assert [one.name for one in fields(Record) if f"        {one.name}: " not in Record.__doc__ and f", {one.name}" not in Record.__doc__] == []
+    assert [
+        one.name
+        for one in fields(Record)
+        if f"        {one.name}: " not in Record.__doc__ and f", {one.name}" not in Record.__doc__
+    ] == []
 
 
 def test_the_skew_is_what_a_fault_was_late_by() -> None:
@@ -51,7 +57,8 @@ def test_the_skew_is_what_a_fault_was_late_by() -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("A2/FT1", "ARCHITECTURE/MECHANISM/TRACE"), ("A2/FT1/F9", "trace='F9' must be one of F1, F2, F3, hang, preempt, none"),
+    ("A2/FT1", "ARCHITECTURE/MECHANISM/TRACE"),
+    ("A2/FT1/F9", "trace='F9' must be one of F1, F2, F3, hang, preempt, none"),
 ])  # fmt: skip
 def test_what_is_no_cell_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -6,7 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 RECORDS = Path("failbench.jsonl")
+# Of a file or a pipe, in which nothing needs to be folded
+_WIDE = 160
 
 
 class CommandError(Exception):
@@ -26,9 +30,19 @@ def add_output(parser: argparse.ArgumentParser, text: str) -> None:
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
     """Add ``--timeout``."""
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="longest time for one run (default: 120)")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="longest time for one run (default: 120)"
+    )
 
 
 def subparser(commands: Any, name: str, help_: str, description: str) -> argparse.ArgumentParser:
     """A command's parser, whose description keeps its lines."""
-    return commands.add_parser(name, help=help_, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return commands.add_parser(
+        name, help=help_, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def console() -> Console:
+    """For the terminal's width; for a file or a pipe wide enough for every table."""
+    found = Console()
+    return found if found.is_terminal else Console(width=_WIDE)

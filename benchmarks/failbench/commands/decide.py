@@ -8,9 +8,7 @@ import math
 import re
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks.failbench.commands import add_output, subparser
+from benchmarks.failbench.commands import add_output, console, subparser
 from benchmarks.failbench.commands.report import add_records, records_of
 from benchmarks.failbench.decision import Question, decide
 from benchmarks.failbench.decision_view import render
@@ -19,8 +17,8 @@ _DESCRIPTION = """\
 Compare the mechanisms that were measured on an architecture by the expected completion time of a job
 (the paper's section IX): T0 (1 + overhead) + T0 / MTBF (detect + restore + re-form + lost work), under limits.
 
-Each input says what it rests on: given (by you), measured (in the records), extrapolated (from the records, in proportion
-to state, step or interval) or analytic. Give --step-seconds, --detect-seconds and --reform-seconds of your own cluster
+Each input says what it rests on: given (by you), measured (in the records), extrapolated (from the records, in
+proportion to state, step or interval) or analytic. Give --step-seconds, --detect-seconds and --reform-seconds of your own cluster
 where you know them: those of the records are those of the machine that they were made on.
 """
 # Option -> field of the question, help
@@ -73,13 +71,17 @@ def run_decide(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_finite(decision.to_dict())))
     else:
-        Console().print(render(decision))
+        console().print(render(decision))
     return 0 if decision.best else 1
 
 
 def _with_options(message: str) -> str:
     """The message, with options in the place of the fields that they set."""
-    fields = {**{field: option for option, (field, _) in _OPTIONS.items()}, "architecture": "--arch", "work_s": "--work-hours"}
+    fields = {
+        **{field: option for option, (field, _) in _OPTIONS.items()},
+        "architecture": "--arch",
+        "work_s": "--work-hours",
+    }
     return re.sub(rf"\b({'|'.join(fields)})(?==)", lambda match: fields[match[0]], message)
 
 

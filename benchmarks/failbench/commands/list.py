@@ -6,11 +6,9 @@ import argparse
 import json
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.failbench import compatibility, registry
 from benchmarks.failbench.cell import TRACES
-from benchmarks.failbench.commands import add_output, subparser
+from benchmarks.failbench.commands import add_output, console, subparser
 from benchmarks.failbench.compatibility import Compatibility
 from benchmarks.failbench.tables import compatibility_table, name_table
 
@@ -34,10 +32,10 @@ def run_list(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_to_dict(architectures, mechanisms)))
         return 0
-    console = Console()
-    console.print(name_table("Architectures", {name: _first_line(registry.architecture(name)) for name in architectures}))
-    console.print(name_table("Mechanisms", {name: _first_line(registry.mechanism(name)) for name in mechanisms}))
-    console.print(name_table("Traces", TRACES), compatibility_table(architectures, mechanisms))
+    out = console()
+    out.print(name_table("Architectures", {name: _first_line(registry.architecture(name)) for name in architectures}))
+    out.print(name_table("Mechanisms", {name: _first_line(registry.mechanism(name)) for name in mechanisms}))
+    out.print(name_table("Traces", TRACES), compatibility_table(architectures, mechanisms))
     return 0
 
 

@@ -21,8 +21,9 @@ from benchmarks.failbench.commands.report import add_plots, show_report
 from benchmarks.failbench.matrix import Matrix, Task, plan
 
 _DESCRIPTION = """\
-Run all cells: the architectures by the mechanisms by the traces F1, F2 and F3. For each architecture there is also a run
-without mechanism and fault, which the others are compared with, and A2 is run with a hanging rank under two timeouts.
+Run all cells: the architectures by the mechanisms by the traces F1, F2 and F3. For each architecture there is also a
+run without mechanism and fault, which the others are compared with, and A2 is run with a hanging rank under two
+timeouts.
 
 Each record is in the file as soon as its run is over. Started again, the command goes on where it was interrupted.
 The exit status is 1 if a run failed.
@@ -35,7 +36,9 @@ def add_matrix(commands: Any) -> None:
     """Add the command to the parser's commands."""
     parser = subparser(commands, "matrix", "run all cells, resumable", _DESCRIPTION)
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each cell (default: 1)")
-    parser.add_argument("--records", type=Path, default=RECORDS, metavar="FILE", help=f"JSON lines (default: {RECORDS})")
+    parser.add_argument(
+        "--records", type=Path, default=RECORDS, metavar="FILE", help=f"JSON lines (default: {RECORDS})"
+    )
     _add_names(parser, "architectures", registry.names(registry.ARCHITECTURES))
     _add_names(parser, "mechanisms", registry.names(registry.MECHANISMS))
     _add_names(parser, "traces", PAPER_TRACES, tuple(TRACES))
@@ -49,9 +52,13 @@ def add_matrix(commands: Any) -> None:
     parser.set_defaults(command=run_matrix)
 
 
-def _add_names(parser: argparse.ArgumentParser, option: str, default: Sequence[str], choices: Sequence[str] | None = None) -> None:
+def _add_names(
+    parser: argparse.ArgumentParser, option: str, default: Sequence[str], choices: Sequence[str] | None = None
+) -> None:
     text = f"default: {', '.join(default)}"
-    parser.add_argument(f"--{option}", nargs="+", default=default, choices=choices or default, metavar="NAME", help=text)
+    parser.add_argument(
+        f"--{option}", nargs="+", default=default, choices=choices or default, metavar="NAME", help=text
+    )
 
 
 def run_matrix(options: argparse.Namespace) -> int:
@@ -81,7 +88,10 @@ def run_matrix(options: argparse.Namespace) -> int:
         return 0
     failed = _run(matrix, pending, jobs)
     if failed is None:
-        print(f"interrupted; the records so far are in {options.records}, the same command goes on from there", file=sys.stderr)
+        print(
+            f"interrupted; the records so far are in {options.records}, the same command goes on from there",
+            file=sys.stderr,
+        )
         return 130
     show_report([options.records], preset=preset.name, plots=options.plots, as_json=options.json)
     return int(failed)
@@ -90,7 +100,13 @@ def run_matrix(options: argparse.Namespace) -> int:
 def _run(matrix: Matrix, pending: Sequence[Task], jobs: int) -> bool | None:
     """Whether a run failed; None if interrupted."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     outcomes: Counter[str] = Counter()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=len(matrix.tasks), completed=len(matrix.tasks) - len(pending))
@@ -99,7 +115,9 @@ def _run(matrix: Matrix, pending: Sequence[Task], jobs: int) -> bool | None:
                 outcomes[record.outcome.value] += 1
                 progress.update(bar, advance=1, description=f"{_name(task)} {record.outcome.value}")
                 if record.outcome.value == "failed" or not console.is_terminal:
-                    progress.console.print(f"{_name(task)}: {record.outcome.value} {record.reason}".rstrip(), markup=False)
+                    progress.console.print(
+                        f"{_name(task)}: {record.outcome.value} {record.reason}".rstrip(), markup=False
+                    )
         except KeyboardInterrupt:
             return None
     return outcomes["failed"] > 0

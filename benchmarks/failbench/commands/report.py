@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.failbench.aggregation import CellSummary, summarize
 from benchmarks.failbench.cell import Cell
-from benchmarks.failbench.commands import RECORDS, CommandError, add_output, subparser
+from benchmarks.failbench.commands import RECORDS, CommandError, add_output, console, subparser
 from benchmarks.failbench.coverage import coverage
 from benchmarks.failbench.findings import Finding, findings
 from benchmarks.failbench.plots import PlotsUnavailable, write_plots
@@ -21,8 +19,8 @@ from benchmarks.failbench.record import Record, read_records
 from benchmarks.failbench.tables import figure_table, finding_table, outcome_table, overhead_table
 
 _DESCRIPTION = """\
-Show records: the outcome of each cell, its figures, overhead and restore of each mechanism on each architecture, how many
-recoveries were measured, and whether the paper's findings hold.
+Show records: the outcome of each cell, its figures, overhead and restore of each mechanism on each architecture, how
+many recoveries were measured, and whether the paper's findings hold.
 """
 
 
@@ -44,7 +42,9 @@ def add_records(parser: argparse.ArgumentParser) -> None:
 
 def add_plots(parser: argparse.ArgumentParser) -> None:
     """Add ``--plots``."""
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw overhead against restore, one SVG for each architecture")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="draw overhead against restore, one SVG for each architecture"
+    )
 
 
 def run_report(options: argparse.Namespace) -> int:
@@ -79,8 +79,8 @@ def show_report(paths: Sequence[Path], *, preset: str | None, plots: Path | None
     records = records_of(paths, preset)
     summaries, found = summarize(records), findings(records)
     traces = [trace for trace in dict.fromkeys(cell.trace for cell in summaries)]
-    console = Console()
-    console.print(
+    out = console()
+    out.print(
         figure_table(summaries.values()),
         outcome_table(summaries, sorted(traces)),
         overhead_table(summaries.values()),

@@ -6,11 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from benchmarks.failbench.aggregation import summarize
 from benchmarks.failbench.cell import Cell
-from benchmarks.failbench.commands import add_output, add_preset, add_timeout, subparser
+from benchmarks.failbench.commands import add_output, add_preset, add_timeout, console, subparser
 from benchmarks.failbench.commands.measuring import check_names, preset_of, runner
 from benchmarks.failbench.matrix import Task, carry_out
 from benchmarks.failbench.record import Outcome, Record, append_record
@@ -32,7 +30,9 @@ def add_run(commands: Any) -> None:
     parser = subparser(commands, "run", "run single cells", _DESCRIPTION)
     parser.add_argument("cells", nargs="+", type=_cell, metavar="ARCHITECTURE/MECHANISM/TRACE")
     parser.add_argument("--seed", type=int, default=0, help="of workload and schedule (default: 0)")
-    parser.add_argument("--detect-timeout", type=float, metavar="S", help="of the process groups (default: the preset's)")
+    parser.add_argument(
+        "--detect-timeout", type=float, metavar="S", help="of the process groups (default: the preset's)"
+    )
     parser.add_argument("--records", type=Path, metavar="FILE", help="add the records to this file of JSON lines")
     add_preset(parser)
     add_timeout(parser)
@@ -74,8 +74,8 @@ def _show(records: list[Record], as_json: bool) -> None:
     if as_json:
         print(*(record.to_json() for record in records), sep="\n")
         return
-    console = Console()
-    console.print(figure_table(summarize(records).values()))
+    out = console()
+    out.print(figure_table(summarize(records).values()))
     for record in records:
         if record.reason:
-            console.print(f"{record.cell}: {record.reason}", markup=False)
+            out.print(f"{record.cell}: {record.reason}", markup=False)
