@@ -28,10 +28,10 @@ def add_output(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument("--json", action="store_true", help=text)
 
 
-def add_timeout(parser: argparse.ArgumentParser) -> None:
-    """Add ``--timeout``."""
+def add_deadline(parser: argparse.ArgumentParser) -> None:
+    """Add ``--deadline``."""
     parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="S", help="longest time for one run (default: 120)"
+        "--deadline", type=float, metavar="S", help="a run that takes longer has failed (default: the preset's)"
     )
 
 

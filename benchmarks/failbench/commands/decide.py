@@ -18,8 +18,8 @@ Compare the mechanisms that were measured on an architecture by the expected com
 (the paper's section IX): T0 (1 + overhead) + T0 / MTBF (detect + restore + re-form + lost work), under limits.
 
 Each input says what it rests on: given (by you), measured (in the records), extrapolated (from the records, in
-proportion to state, step or interval) or analytic. Give --step-seconds, --detect-seconds and --reform-seconds of your own cluster
-where you know them: those of the records are those of the machine that they were made on.
+proportion to state, step or interval) or analytic. Give --step-seconds, --detect-seconds and --reform-seconds of your
+own cluster where you know them: those of the records are those of the machine that they were made on.
 """
 # Option -> field of the question, help
 _OPTIONS = {

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.failbench import registry
 from benchmarks.failbench.cell import PAPER_TRACES, TRACES
-from benchmarks.failbench.commands import RECORDS, CommandError, add_output, add_preset, add_timeout, subparser
+from benchmarks.failbench.commands import RECORDS, CommandError, add_deadline, add_output, add_preset, subparser
 from benchmarks.failbench.commands.measuring import check_names, preset_of, runner
 from benchmarks.failbench.commands.report import add_plots, show_report
 from benchmarks.failbench.matrix import Matrix, Task, plan
@@ -46,7 +46,7 @@ def add_matrix(commands: Any) -> None:
     parser.add_argument("--retry", action="store_true", help="run again what has failed before")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be run")
     add_preset(parser)
-    add_timeout(parser)
+    add_deadline(parser)
     add_plots(parser)
     add_output(parser, "end with one line of JSON")
     parser.set_defaults(command=run_matrix)
@@ -81,7 +81,7 @@ def run_matrix(options: argparse.Namespace) -> int:
         seeds=options.seeds,
         hang_timeouts_s=[factor * preset.detect_timeout_s for factor in _TIMEOUTS],
     )
-    matrix = Matrix(tasks, preset.name, options.records, runner(preset, timeout_s=options.timeout))
+    matrix = Matrix(tasks, preset.name, options.records, runner(preset, deadline_s=options.deadline))
     pending = matrix.pending(retry=options.retry)
     if options.dry_run:
         print(*(_name(task) for task in pending), sep="\n")

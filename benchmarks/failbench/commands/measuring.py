@@ -40,17 +40,18 @@ def check_names(architectures: Sequence[str], mechanisms: Sequence[str]) -> None
         registry.mechanism(name)
 
 
-def runner(preset: Preset, *, timeout_s: float) -> Measure:
-    """What runs a task with a preset, or its timeout in the place of the preset's.
+def runner(preset: Preset, *, deadline_s: float | None) -> Measure:
+    """What runs a task with a preset.
 
     Args:
         preset: Size of the workload.
-        timeout_s: Longest time for one run.
+        deadline_s: After this a run has failed, seconds; None for the preset's.
     """
     from benchmarks.failbench.runner import measure
 
+    sizes = preset if deadline_s is None else replace(preset, deadline_s=deadline_s)
+
     def run(task: Task) -> Record:
-        timed = {} if task.detect_timeout_s is None else {"detect_timeout_s": task.detect_timeout_s}
-        return measure(task.cell, preset=replace(preset, **timed), seed=task.seed, timeout=timeout_s)
+        return measure(task.cell, preset=sizes, seed=task.seed, detect_timeout_s=task.detect_timeout_s)
 
     return run

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.failbench.aggregation import summarize
 from benchmarks.failbench.cell import Cell
-from benchmarks.failbench.commands import add_output, add_preset, add_timeout, console, subparser
+from benchmarks.failbench.commands import add_deadline, add_output, add_preset, console, subparser
 from benchmarks.failbench.commands.measuring import check_names, preset_of, runner
 from benchmarks.failbench.matrix import Task, carry_out
 from benchmarks.failbench.record import Outcome, Record, append_record
@@ -35,7 +35,7 @@ def add_run(commands: Any) -> None:
     )
     parser.add_argument("--records", type=Path, metavar="FILE", help="add the records to this file of JSON lines")
     add_preset(parser)
-    add_timeout(parser)
+    add_deadline(parser)
     add_output(parser, "print the records, one line of JSON each")
     parser.set_defaults(command=run_cells)
 
@@ -57,7 +57,7 @@ def run_cells(options: argparse.Namespace) -> int:
     """
     preset = preset_of(options.preset)
     check_names([cell.architecture for cell in options.cells], [cell.mechanism for cell in options.cells])
-    measure = runner(preset, timeout_s=options.timeout)
+    measure = runner(preset, deadline_s=options.deadline)
     tasks = [Task(cell, options.seed, options.detect_timeout) for cell in options.cells]
     records = [_kept(carry_out(task, preset.name, measure), options.records) for task in tasks]
     _show(records, options.json)
