@@ -1,0 +1,94 @@
+"""The ranks of one generation, and their process groups."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class World:
+    """The members that train together from one formation to the next.
+
+    A member keeps its number for the whole run; its rank is its place among those that are left.
+
+    Args:
+        members: In the order of their ranks.
+        member: This process.
+        generation: How many formations there were before.
+        timeout_s: What the groups wait for a silent peer, seconds.
+    """
+
+    members: tuple[int, ...]
+    member: int
+    generation: int
+    timeout_s: float
+
+    @property
+    def rank(self) -> int:
+        return self.members.index(self.member)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def form(self, store: dist.Store) -> None:
+        """Make the default group. No keys are shared with earlier generations: they hold addresses of the dead.
+
+        Raises:
+            RuntimeError: if not all members come in time.
+        """
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"generation {self.generation}", store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+
+    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group of some ranks, to be called by these alone."""
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s), use_local_synchronization=True)
+
+
+def leave_groups() -> None:
+    """Take this process out of all groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shut_links(spared_port: int) -> None:
+    """Shut this process's TCP connections, so that whoever waits for a peer, here or there, comes out of it at once.
+
+    Args:
+        spared_port: Of the store, whose connections stay.
+    """
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(entry))) as link:
+                if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername()[1] != spared_port:
+                    link.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # no socket, not connected, or closed since the listing
+
+
+def swap(outgoing: Tensor, incoming: Tensor, *, to: int, source: int, group: dist.ProcessGroup | None = None) -> None:
+    """Send to one rank and receive from another, at the same time."""
+    sent = dist.isend(outgoing, to, group=group)
+    dist.recv(incoming, source, group=group)
+    sent.wait()
+
+
+def lengths(own: int) -> list[int]:
+    """A number of each rank."""
+    gathered = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    gathered[dist.get_rank()] = own
+    dist.all_reduce(gathered)
+    return gathered.tolist()
