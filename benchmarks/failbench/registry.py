@@ -43,6 +43,10 @@ class UnknownName(ValueError):
     """There is no architecture or mechanism of this name; the message lists those there are."""
 
 
+class BrokenEntryPoint(ValueError):
+    """An entry point names a module or a class that is not there; the message says which."""
+
+
 def names(group: str) -> tuple[str, ...]:
     """Names of a group, the packaged ones first.
 
@@ -60,6 +64,7 @@ def architecture(name: str) -> type[Architecture]:
 
     Raises:
         UnknownName: if there is none of this name.
+        BrokenEntryPoint: if its module or class cannot be imported.
     """
     return _load(ARCHITECTURES, name)
 
@@ -69,6 +74,7 @@ def mechanism(name: str) -> type[Mechanism]:
 
     Raises:
         UnknownName: if there is none of this name.
+        BrokenEntryPoint: if its module or class cannot be imported.
     """
     return _load(MECHANISMS, name)
 
@@ -95,4 +101,9 @@ def _load(group: str, name: str) -> type:
     entries = _entries(group)
     if name not in entries:
         raise UnknownName(f"no {group.rpartition('.')[2][:-1]} {name!r}; there are {', '.join(entries)}")
-    return entries[name].load()
+    try:
+        return entries[name].load()
+    except (ImportError, AttributeError) as error:
+        raise BrokenEntryPoint(
+            f"the entry point {name} = {entries[name].value} of {group} leads nowhere: {error}"
+        ) from error

@@ -83,6 +83,15 @@ def test_a_difference_within_the_noise_is_named() -> None:
     assert "within the spread of FT1" in one.because
 
 
+def test_overheads_that_cannot_be_told_apart_leave_it_to_the_saves() -> None:
+    def blurred(one: Record) -> Record:
+        return replace(one, step_seconds_before=(0.1 + 0.05 * one.seed,) * 10) if "A2/FT" in str(one.cell) else one
+
+    one = found([blurred(record) for record in paper_like()], "lowest steady-state")
+    assert one.verdict is Verdict.HOLDS
+    assert one.because.startswith("by the share of time that training stood still for saves")
+
+
 def full() -> list[Record]:
     """Each viable cell: halted without a mechanism but for A6, recovered with one."""
     cells = [cell for cell in paper_cells() if here(cell.architecture, cell.mechanism).kind is Kind.VIABLE]

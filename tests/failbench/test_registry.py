@@ -82,3 +82,12 @@ def test_a_name_that_is_taken_is_refused(installed: Path) -> None:
     points.write_text("[accelpact.failbench.architectures]\nA2 = failbench_plugin:Butterfly\n")
     with pytest.raises(ValueError, match="two entry points of accelpact.failbench.architectures have the name 'A2'"):
         registry.names(registry.ARCHITECTURES)
+
+
+def test_a_class_that_is_not_there_is_named(installed: Path) -> None:
+    points = installed / "failbench_plugin-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[accelpact.failbench.mechanisms]\nmine = failbench_plugin:Nothing\n")
+    with pytest.raises(
+        ValueError, match="mine = failbench_plugin:Nothing of accelpact.failbench.mechanisms leads nowhere"
+    ):
+        registry.mechanism("mine")
