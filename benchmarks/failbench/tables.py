@@ -129,6 +129,16 @@ def _pair(found: Sequence[CellSummary]) -> str:
     return " / ".join(part for part in parts if part)
 
 
+def exactness(summaries: Iterable[CellSummary]) -> str:
+    """By mechanism, how many runs ended with the weights of the run without a fault."""
+    samples: dict[str, list[float]] = {}
+    for one in summaries:
+        if "exact" in one.samples:
+            samples.setdefault(one.cell.mechanism, []).extend(one.samples["exact"])
+    told = [f"{name} {sum(samples[name]):.0f} of {len(samples[name])}" for name in _in_order(samples)]
+    return f"Final weights bit for bit those of the run without a fault: {', '.join(told) or 'none to compare'}."
+
+
 def compatibility_table(architectures: Sequence[str], mechanisms: Sequence[str]) -> RenderableType:
     """The compatibility matrix: the paper's class, and this harness's where it differs, with the reasons."""
     table = _table("Compatibility: paper, and here where that differs")

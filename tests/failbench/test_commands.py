@@ -142,6 +142,9 @@ def test_report(capsys: pytest.CaptureFixture[str], records: Path) -> None:
     text = " ".join(said(capsys, "report", "--records", str(records)).split())
     assert "holds here" in text
     assert "the paper: 10 of 133" in text
+    # Two seeds; A6 continued with other weights, A5 has no run to compare with
+    assert "those of the run without a fault: FT1 3 of 3, FT2 2 of 2" in text
+    assert "FT9 0 of 4." in text
 
 
 def test_pictures(capsys: pytest.CaptureFixture[str], records: Path, tmp_path: Path) -> None:

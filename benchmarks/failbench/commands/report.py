@@ -16,7 +16,7 @@ from benchmarks.failbench.coverage import coverage
 from benchmarks.failbench.findings import Finding, findings
 from benchmarks.failbench.plots import PlotsUnavailable, write_plots
 from benchmarks.failbench.record import Record, read_records
-from benchmarks.failbench.tables import figure_table, finding_table, outcome_table, overhead_table
+from benchmarks.failbench.tables import exactness, figure_table, finding_table, outcome_table, overhead_table
 
 _DESCRIPTION = """\
 Show records: the outcome of each cell, its figures, overhead and restore of each mechanism on each architecture, how
@@ -85,6 +85,7 @@ def show_report(paths: Sequence[Path], *, preset: str | None, plots: Path | None
         outcome_table(summaries, sorted(traces)),
         overhead_table(summaries.values()),
         finding_table(found),
+        exactness(summaries.values()),
         str(coverage(summaries)),
         sep="\n\n",
     )
