@@ -13,6 +13,7 @@ import torch
 from torchmetrics import Metric
 
 from lightning_accelpact.recovery.contents import refill
+from lightning_accelpact.recovery.generators import GeneratorState
 from lightning_accelpact.recovery.modules import walk
 
 
@@ -71,7 +72,7 @@ def _copied(value: Any) -> Any:
 
 
 class Attributes:
-    """The plain attributes of modules and callbacks: counters, lists of outputs.
+    """The plain attributes of modules and callbacks: counters, lists of outputs, random generators of their own.
 
     Containers are copied and set back in place, so that whoever else holds them sees the same.
 
@@ -131,7 +132,10 @@ def _plain_attributes(owner: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _plain_copy(value: Any) -> Any:
-    """A copy of a container with its containers, and of a tensor or an array; anything else is itself."""
+    """A copy of a container with its containers, of a tensor or an array; anything else is itself. A generator becomes its
+    state, and a state the generator again."""
+    if isinstance(value, GeneratorState):
+        return value.restore()
     if isinstance(value, dict):
         copied = copy.copy(value)
         copied.update({key: _plain_copy(item) for key, item in value.items()})
@@ -143,11 +147,15 @@ def _plain_copy(value: Any) -> Any:
         return copied
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
+    if type(value).__module__ == "numpy" and hasattr(value, "copy"):
+        return value.copy()
+    return GeneratorState.of(value) or value
 
 
 def _refilled(value: Any, copied: Any) -> Any:
     """The original container with its captured content; for a tensor likewise."""
+    if isinstance(copied, GeneratorState):
+        return copied.restore()
     if isinstance(value, (list, set, deque, dict)):
         refill(value, _plain_copy(copied))
         return value

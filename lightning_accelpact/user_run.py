@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from lightning_accelpact.goodput.metric import GoodputMetric
 from lightning_accelpact.metric_sync import MetricSync
 from lightning_accelpact.participants import Attributes, Metrics, modules_with_attributes
 from lightning_accelpact.recovery import ending
+from lightning_accelpact.recovery.generators import GeneratorState
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.runtime import HsdpRuntime
 from lightning_accelpact.recovery.window import Buffers, Modes, Participant, Window
@@ -104,11 +106,12 @@ class UserRun:
 
         Args:
             objects: torchmetrics, modules (their metrics, buffers and plain attributes), or objects of other classes
-                (their attributes: numbers, texts, tensors, and lists, sets and dictionaries of them).
+                (their attributes: numbers, texts, tensors, generators, and lists, sets and dictionaries of them), or
+                random generators.
         """
         for one in objects:
             if not isinstance(one, torch.nn.Module):
-                self._owners.append(one)
+                self._owners.append(SimpleNamespace(generator=one) if GeneratorState.of(one) else one)
                 continue
             self._protected.append(one)
             self._owners += modules_with_attributes(one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -35,8 +36,8 @@ class Contents:
         """The contents as they are now.
 
         Args:
-            payload: Nested dictionaries, lists, sets, queues, tuples and objects that can be moved to a device (``to``),
-                which are what a loader makes batches of. Any other object counts as one that does not change.
+            payload: Nested dictionaries, lists, sets, queues, tuples, dataclasses and objects that can be moved to a device
+                (``to``), which are what a loader makes batches of. Any other object counts as one that does not change.
         """
         parts: list[tuple[Any, Any]] = []
         versions: list[tuple[torch.Tensor, int]] = []
@@ -84,8 +85,10 @@ def _walk(payload: Any) -> Iterator[Any]:
             stack.extend(value)
         elif isinstance(value, torch.Tensor) or _is_array(value):
             yield value
-        elif _is_movable(value):
+        elif _is_filled(value):
             stack.append(vars(value))
+        elif dataclasses.is_dataclass(value):  # with slots: only its tensors and containers can be seen to
+            stack.extend(getattr(value, field.name, None) for field in dataclasses.fields(value))
 
 
 def _is_array(value: Any) -> bool:
@@ -93,5 +96,8 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _is_movable(value: Any) -> bool:
-    return hasattr(value, "__dict__") and callable(getattr(type(value), "to", None)) and not isinstance(value, torch.nn.Module)
+def _is_filled(value: Any) -> bool:
+    """Whether it is an object that a loader makes batches of."""
+    if not hasattr(value, "__dict__") or isinstance(value, (type, torch.nn.Module)):
+        return False
+    return dataclasses.is_dataclass(value) or callable(getattr(type(value), "to", None))

@@ -32,10 +32,23 @@ class Encoding(UserDict):
 
 
 @dataclass
+class Sentences:
+    """A batch as a dataclass, which Lightning moves to the device field by field."""
+
+    tokens: torch.Tensor
+    lengths: list[int]
+
+
+@dataclass(slots=True)
+class Slotted:
+    tokens: torch.Tensor
+
+
 class Immovable:
     """Something that a batch happens to name, such as its dataset."""
 
-    entries: list[int]
+    def __init__(self, entries: list[int]) -> None:
+        self.entries = entries
 
 
 Pair = namedtuple("Pair", "left right")
@@ -45,6 +58,11 @@ def changed_graph(graph: Graph) -> None:
     graph.label = 1
     graph.nodes = graph.nodes * 2
     graph.store["edges"].append(3)
+
+
+def changed_sentences(batch: Sentences) -> None:
+    batch.tokens = batch.tokens * 2
+    batch.lengths.append(3)
 
 
 # What a payload is, what changes it, and what of it can be compared
@@ -58,6 +76,9 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
     "array": (lambda: np.arange(3), lambda batch: batch.fill(7), lambda batch: batch.tolist()),
     "array inside": (lambda: [np.arange(3)], lambda batch: batch[0].fill(7), lambda batch: batch[0].tolist()),
     "graph": (Graph, changed_graph, lambda batch: (sorted(vars(batch)), batch.nodes.tolist(), batch.store["edges"][:])),
+    "dataclass": (
+        lambda: Sentences(torch.ones(2), [1]), changed_sentences, lambda batch: (batch.tokens.tolist(), batch.lengths[:])
+    ),
     "encoding": (lambda: Encoding(a=1, b=2), lambda batch: batch.pop("a"), lambda batch: sorted(batch.items())),
 }
 
@@ -78,7 +99,7 @@ def test_a_changed_payload_is_set_back(
 
 
 def test_a_tensor_is_noticed_wherever_it_is() -> None:
-    for payload in (torch.ones(2), [torch.ones(2)], {"a": (torch.ones(2),)}, Graph()):
+    for payload in (torch.ones(2), [torch.ones(2)], {"a": (torch.ones(2),)}, Graph(), Sentences(torch.ones(2), []), Slotted(torch.ones(2))):
         contents = Contents.of(payload)
         assert not contents.overwritten
         contents.versions[0][0].add_(1)
