@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lightning_accelpact.commands import CommandError
 from lightning_accelpact.commands.plan import add_plan
+from lightning_accelpact.commands.qualify import add_qualify
 from lightning_accelpact.commands.report import add_report
 
 
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_report(commands)
     add_plan(commands)
+    add_qualify(commands)
     return parser
 
 

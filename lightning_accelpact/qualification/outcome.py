@@ -35,7 +35,7 @@ class Rank:
     Args:
         job: What it does; returns JSON values.
         args: With what.
-        environment: Variables that tell it its place.
+        environment: All its environment variables.
     """
 
     def __init__(self, job: Callable[..., Any], args: tuple[Any, ...], environment: Mapping[str, str]) -> None:
@@ -79,6 +79,7 @@ def _ending(code: int | None) -> str:
 def _live(job: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], outbox: Connection) -> None:
     """The life of the rank's process."""
     os.setpgid(0, 0)  # with the processes that it starts
+    os.environ.clear()
     os.environ.update(environment)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

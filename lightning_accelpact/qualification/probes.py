@@ -20,7 +20,7 @@ from lightning_accelpact.recovery.runtime import HsdpRuntime, Place
 
 EPOCHS = 128
 _INSIDE_S = 0.1  # until the peers are inside a collective that a rank stays away from
-_WATCHDOG = ("TORCH_NCCL_", "NCCL_", "GLOO_", "TORCH_GLOO_")
+_WATCHDOG = ("TORCH_NCCL_", "NCCL_")
 OPTIONS: dict[str, Any] = {
     "repair_budget": 30.0,
     "collective_timeout": 10.0,
@@ -103,7 +103,7 @@ def watchdog(target: Target) -> dict[str, Any]:
     repair_s = max(incident.total_s for incident in runtime.incidents)
     _end(runtime)
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_WATCHDOG))
-    return {"seconds": repair_s, "seen": ", ".join(settings) or "no settings of its own"}
+    return {"seconds": repair_s, "seen": ", ".join(settings) or "no settings in the environment"}
 
 
 def retry(target: Target) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
+from importlib import import_module
 from statistics import median
 from typing import Any
+
+import torch
 
 from lightning_accelpact.qualification import probes
 from lightning_accelpact.qualification.outcome import Outcome
@@ -92,6 +96,53 @@ class _Record:
         )
 
 
+class StacksDiffer(Exception):
+    """The processes of a launcher do not stand on one stack; the message says where they differ."""
+
+
+def devices_here(device_type: str) -> int:
+    """How many ranks this machine can have; a device is not touched."""
+    return torch.cuda.device_count() if device_type == "cuda" else RANKS
+
+
+def stack_of(world: World, **of: str) -> Stack:
+    """The stack that all ranks of a world stand on, found out in processes of their own: that may touch a device.
+
+    Args:
+        world: Whose.
+        of: ``backend``, ``device_type``, ``framework`` and ``fsdp``.
+
+    Raises:
+        StacksDiffer: if they do not stand on one, or one cannot be told.
+    """
+    outcomes = world.run(_stack_here, of, deadline=DEADLINE)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.failure:
+            raise StacksDiffer(f"the stack of rank {rank} cannot be told: {outcome.failure}")
+        if outcome.value != outcomes[0].value:
+            raise StacksDiffer(f"rank 0 stands on {outcomes[0].value}, but rank {rank} on {outcome.value}")
+    return Stack.from_dict(outcomes[0].value)
+
+
+def _stack_here(of: dict[str, str]) -> dict[str, str]:
+    if of["device_type"] == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return Stack.here(**of).to_dict()
+
+
+def qualify(stack: Stack, device_type: str, **options: Any) -> Entry:
+    """Qualify in forks of this process, which has no threads yet and has not touched a device.
+
+    Args:
+        stack: What is qualified.
+        device_type: Type of its devices.
+        options: Those of :class:`Qualification` after the first two.
+    """
+    loop = LOOPS[stack.framework.split()[0], stack.fsdp]
+    import_module(loop.partition(":")[0])  # once, and not in every fork
+    return Qualification(stack, Target(backend=stack.backend, device_type=device_type, loop=loop), **options).entry()
+
+
 class Qualification:
     """Runs probes and makes an entry of what they come to.
 
@@ -141,7 +192,7 @@ class Qualification:
         return Entry(
             stack=self._stack,
             actions=_actions(results, records),
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
             source=self._form.name,
             probes=tuple(results),
         )

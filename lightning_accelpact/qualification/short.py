@@ -7,13 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from datetime import datetime, timezone
-from importlib import import_module
+from datetime import UTC, datetime
+from typing import Any
 
-import torch
-
-from lightning_accelpact.qualification.probes import Target
-from lightning_accelpact.qualification.qualify import LOOPS, RANKS, Form, Qualification
+from lightning_accelpact.qualification.qualify import Form, devices_here, qualify
 from lightning_accelpact.qualification.world import LocalWorld, strip_launcher
 from lightning_accelpact.recovery.envelope import Entry, ProbeResult
 from lightning_accelpact.recovery.stack import Stack
@@ -31,7 +28,7 @@ def short_form(stack: Stack, *, device_type: str) -> Entry:
     Returns:
         The entry; one without actions, which says why, if the process has hung or died.
     """
-    task = json.dumps({"stack": stack.to_dict(), "devices": _devices(device_type), "device_type": device_type})
+    task = json.dumps({"stack": stack.to_dict(), "device_type": device_type})
     process = subprocess.Popen(
         [sys.executable, "-m", "lightning_accelpact.qualification.short", task],
         stdout=subprocess.PIPE,
@@ -51,29 +48,16 @@ def short_form(stack: Stack, *, device_type: str) -> Entry:
     return Entry.from_dict(json.loads(output.splitlines()[-1]))
 
 
-def _devices(device_type: str) -> int:
-    """How many ranks this machine can have."""
-    return torch.cuda.device_count() if device_type == "cuda" else RANKS
-
-
 def _failed(stack: Stack, detail: str) -> Entry:
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    date = datetime.now(UTC).isoformat(timespec="seconds")
     probe = ProbeResult(name="rebuild", trials=1, successes=0, detail=detail)
     return Entry(stack=stack, date=date, source="the short form, at the start of a run", probes=(probe,))
 
 
-def qualify_here(stack: Stack, *, devices: int, device_type: str, form: Form) -> Entry:
-    """Qualify in forks of this process, which has no threads yet and has not touched a device."""
-    loop = LOOPS[stack.framework.split()[0], stack.fsdp]
-    import_module(loop.partition(":")[0])  # once, and not in every fork
-    target = Target(backend=stack.backend, device_type=device_type, loop=loop)
-    return Qualification(stack, target, make_world=LocalWorld, devices=devices, form=form).entry()
-
-
-def _main(task: dict) -> None:
-    stack = Stack.from_dict(task["stack"])
+def _main(task: dict[str, Any]) -> None:
+    stack, device_type = Stack.from_dict(task["stack"]), task["device_type"]
     form = Form.short(stack.backend)
-    entry = qualify_here(stack, devices=task["devices"], device_type=task["device_type"], form=form)
+    entry = qualify(stack, device_type, make_world=LocalWorld, devices=devices_here(device_type), form=form)
     print(json.dumps(entry.to_dict()))
 
 

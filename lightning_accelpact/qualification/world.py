@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from lightning_accelpact.qualification.outcome import Outcome, Rank
 
-_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "ACCELERATE_", "ACCELPACT_", "SLURM_", "PL_")
+_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = ("TORCHELASTIC_", "GROUP_", "ROLE_", "ACCELERATE_", "SLURM_", "PL_")
 _LATE_S = 30.0  # that a launched process may be behind another one
 
 
@@ -24,12 +25,10 @@ class World(Protocol):
 
     Args:
         size: Number of ranks.
-        nodes: Number of machines.
         leads: Whether this process is to print and write.
     """
 
     size: int
-    nodes: int
     leads: bool
 
     def run(self, job: Callable[..., Any], *args: Any, deadline: float) -> list[Outcome]:
@@ -49,7 +48,6 @@ class LocalWorld:
         size: Number of ranks.
     """
 
-    nodes = 1
     leads = True
 
     def __init__(self, size: int) -> None:
@@ -57,13 +55,13 @@ class LocalWorld:
 
     def run(self, job: Callable[..., Any], *args: Any, deadline: float) -> list[Outcome]:
         until = time.monotonic() + deadline
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
-        common |= {"WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": str(self.size)}
-        common |= {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
-        ranks = [
-            Rank(job, args, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(self.size)
-        ]
+        port = str(free_port())
+        ranks = [Rank(job, args, self._environment(rank, port)) for rank in range(self.size)]
         return [rank.outcome(until) for rank in ranks]
+
+    def _environment(self, rank: int, port: str) -> dict[str, str]:
+        place = _place("127.0.0.1", port, rank=rank, size=self.size, local_size=self.size)
+        return {"GLOO_SOCKET_IFNAME": "lo", **strip_launcher(os.environ), **place}
 
 
 class LaunchedWorld:
@@ -76,7 +74,7 @@ class LaunchedWorld:
 
     def __init__(self, environment: Mapping[str, str] = os.environ, *, deadline: float = 600.0) -> None:
         self._rank, self.size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        self.nodes = max(1, self.size // int(environment.get("LOCAL_WORLD_SIZE", self.size)))
+        self._local_size = int(environment.get("LOCAL_WORLD_SIZE", self.size))
         self._host = environment.get("MASTER_ADDR", "127.0.0.1")
         by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._wait = timedelta(seconds=deadline)
@@ -102,7 +100,8 @@ class LaunchedWorld:
         if self._rank == 0:
             self._store.set(f"{topic}/port", str(free_port()))
         port = self._store.get(f"{topic}/port").decode()
-        rank = Rank(job, args, {"MASTER_ADDR": self._host, "MASTER_PORT": port})
+        place = _place(self._host, port, rank=self._rank, size=self.size, local_size=self._local_size)
+        rank = Rank(job, args, {**strip_launcher(os.environ), **place})
         own = rank.outcome(time.monotonic() + deadline)
         self._store.set(f"{topic}/{self._rank}", json.dumps(asdict(own)))
         wait = timedelta(seconds=deadline + _LATE_S)
@@ -122,13 +121,18 @@ class LaunchedWorld:
             self._store.wait([f"left/{peer}" for peer in range(self.size)], self._wait)
 
 
+def _place(host: str, port: str, *, rank: int, size: int, local_size: int) -> dict[str, str]:
+    """The variables by which a rank finds its place, as torchrun sets them."""
+    local, node = rank % local_size, rank // local_size
+    return dict(zip(_PLACES, map(str, (rank, size, local, local_size, node, host, port)), strict=True))
+
+
 def strip_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without what a launcher has said in it, for processes that form a world of their own."""
-    places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {
         name: value
         for name, value in environment.items()
-        if name not in places and not name.startswith(_LAUNCHERS)
+        if name not in _PLACES and not name.startswith(_LAUNCHERS)
     }
 
 
