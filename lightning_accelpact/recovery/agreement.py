@@ -131,7 +131,7 @@ def _settled(answers: list[dict[str, Any]]) -> Ruling:
     first = Stack.from_dict(answers[0]["stack"])
     for rank, answer in enumerate(answers):
         if options[0] != OFF and (differing := first.differences(Stack.from_dict(answer["stack"]))):
-            there = ", ".join(f"{name} {mine} on rank 0 but {theirs} here" for name, (mine, theirs) in differing.items())
+            there = ", ".join(f"{name} {mine} on rank 0 but {theirs} there" for name, (mine, theirs) in differing.items())
             return Ruling(actions={}, reason=f"rank {rank} stands on another stack: {there}; {HOW_TO_QUALIFY}")
     actions = {Phase(phase): tuple(map(Action, names)) for phase, names in answers[0]["actions"].items()}
     return Ruling(actions=actions, reason=answers[0]["reason"])
