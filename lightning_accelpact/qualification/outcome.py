@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -9,11 +10,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _fork = multiprocessing.get_context("fork")
 _GRACE_S = 2.0  # for the end of a rank that has said its result
+_HUNG = "hung: still there at the deadline, and killed then"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,24 +52,24 @@ class Rank:
         Args:
             until: Deadline, of the monotonic clock.
         """
-        try:
-            if not self._inbox.poll(max(0.0, until - time.monotonic())):
-                return Outcome(failure="hung: still there at the deadline, and killed then")
-            return Outcome(**self._inbox.recv())
-        except EOFError:
-            self._process.join(_GRACE_S)
-            return Outcome(failure=_ending(self._process.exitcode))
-        finally:
-            self._process.join(min(_GRACE_S, max(0.0, until - time.monotonic())))
-            self._kill()
-
-    def _kill(self) -> None:
-        try:
+        value = self._value(until)
+        hung = value is None and time.monotonic() >= until
+        wait([self._process.sentinel], 0 if hung else _GRACE_S)
+        try:  # before it is reaped, when its number could be somebody else's
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # nobody is left of its group
-            pass
+        except ProcessLookupError:  # it had not come so far as to have a group
+            self._process.kill()
         self._process.join()
         self._inbox.close()
+        if value is not None:
+            return Outcome(**value)
+        return Outcome(failure=_HUNG if hung else _ending(self._process.exitcode))
+
+    def _value(self, until: float) -> dict[str, Any] | None:
+        try:
+            return self._inbox.recv() if self._inbox.poll(max(0.0, until - time.monotonic())) else None
+        except EOFError:
+            return None
 
 
 def _ending(code: int | None) -> str:
@@ -79,6 +81,7 @@ def _ending(code: int | None) -> str:
 def _live(job: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], outbox: Connection) -> None:
     """The life of the rank's process."""
     os.setpgid(0, 0)  # with the processes that it starts
+    faulthandler.disable()  # a crash is a result, and no news
     os.environ.clear()
     os.environ.update(environment)
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -8,7 +8,16 @@ from itertools import combinations, combinations_with_replacement, product
 
 import pytest
 
-from lightning_accelpact.recovery.action import UNRESTRICTED, Action, Decision, GroupReport, Phase, RankReport, Ruling, decide
+from lightning_accelpact.recovery.action import (
+    UNRESTRICTED,
+    Action,
+    Decision,
+    GroupReport,
+    Phase,
+    RankReport,
+    Ruling,
+    decide,
+)
 from lightning_accelpact.recovery.policy import RepairPolicy
 
 REASON = "measured yesterday: redo: 0 of 5; `accelpact qualify`"
