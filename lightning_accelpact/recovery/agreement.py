@@ -58,7 +58,7 @@ class EnvelopeSource:
         if self.option == OFF:
             return UNRESTRICTED
         if self.option != AUTO:
-            return Envelope.load(PUBLISHED, Path(self.option)).ruling(stack)
+            return Envelope.load(PUBLISHED, Path(self.option).expanduser()).ruling(stack)
         own = user_file(self._environment)
         envelope = Envelope.load(PUBLISHED, *([own] if own.exists() else []))
         entry = envelope.find(stack) or self._cached(stack) or self._measured(stack)

@@ -75,7 +75,8 @@ class RecoveryOptions:
         if self.uncommitted not in _UNCOMMITTED:
             raise ValueError(f"uncommitted={self.uncommitted!r} must be one of {list(_UNCOMMITTED)}")
         self._require_policy()
-        if not isinstance(self.envelope, (str, os.PathLike)) or not os.fspath(self.envelope):
+        envelope = os.fspath(self.envelope) if isinstance(self.envelope, (str, os.PathLike)) else None
+        if not isinstance(envelope, str) or not envelope:
             raise ValueError(f'envelope={self.envelope!r} must be "auto", "off" or the path of an envelope')
 
     def _require_policy(self) -> None:

@@ -52,6 +52,13 @@ def test_a_divergence_cannot_be_healed() -> None:
         RecoveryOptions(on_divergence="heal")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", ["", None, True, 3, b"envelope.json"])
+def test_envelope(value: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        RecoveryOptions(envelope=value)
+    assert str(caught.value) == f'envelope={value!r} must be "auto", "off" or the path of an envelope'
+
+
 @pytest.mark.parametrize("value", ["", "heal", "REDO", None, True])
 def test_uncommitted(value: Any) -> None:
     with pytest.raises(ValueError) as caught:

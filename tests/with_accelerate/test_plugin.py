@@ -33,6 +33,7 @@ def test_every_option_can_be_given_as_a_text() -> None:
     [
         ("replicate", 0), ("replicate", True), ("shard", "all"), ("repair_budget", -1), ("collective_timeout", 5.0),
         ("max_repairs_per_update", 0), ("uncommitted", "ignore"), ("goodput", "yes"), ("faults", ["backward@3:3"]),
+        ("envelope", ""),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_named(option: str, value: object) -> None:
@@ -54,8 +55,9 @@ def test_the_environment_gives_options() -> None:
     plugin = AccelPactPlugin.from_environment({
         SWITCH: "true", f"{PREFIX}REPLICATE": "2", f"{PREFIX}SHARD": "auto", f"{PREFIX}REPAIR_BUDGET": "70.5",
         f"{PREFIX}COLLECTIVE_TIMEOUT": "60", f"{PREFIX}GOODPUT": "false", f"{PREFIX}FAULTS": "backward@3:3, boundary@5",
-        f"{PREFIX}AUTOLOAD": "1", "OTHER": "x",
+        f"{PREFIX}AUTOLOAD": "1", f"{PREFIX}ENVELOPE": "/shared/envelope.json", "OTHER": "x",
     })  # fmt: skip
+    assert plugin.recovery.envelope == "/shared/envelope.json"
     assert (plugin.replicate, plugin.shard, plugin.repair_budget, plugin.goodput) == (2, "auto", 70.5, False)
     assert list(map(str, plugin.faults.faults)) == ["backward@3:3:sockets", "boundary@5:0:sockets"]
     assert isinstance(plugin.faults, FaultPlan)
