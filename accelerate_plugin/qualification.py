@@ -42,7 +42,9 @@ def train(faults: list[Fault], options: dict[str, Any], accelerator: str) -> tup
             prepared.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-        done += prepared.sync_gradients
+        if prepared.sync_gradients:
+            done += 1
+            prepared.wait_for_everyone()  # so that nobody has begun the next update when a fault strikes before it
         if done == UPDATES:
             break
     run = prepared.accelpact

@@ -106,6 +106,12 @@ def watchdog(target: Target) -> dict[str, Any]:
     return {"seconds": repair_s, "seen": ", ".join(settings) or "no settings in the environment"}
 
 
+def preserve(target: Target) -> dict[str, Any]:
+    """Train with faults between two updates, after which everything stays as it is (paper, level 1), and in a step."""
+    points, kinds = (FaultPoint.BOUNDARY, FaultPoint.STEP, FaultPoint.BOUNDARY), (FaultKind.EXCEPTION,) * 3
+    return _trained(target, points, kinds, "restart")
+
+
 def retry(target: Target) -> dict[str, Any]:
     """Train with faults whose collectives run again in place; the end must be that of an undisturbed run."""
     points = (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.ALL_REDUCE)
@@ -194,7 +200,7 @@ def _end(runtime: HsdpRuntime) -> None:
 
 
 PROBES: dict[str, Callable[[Target], dict[str, Any]]] = {
-    probe.__name__: probe for probe in (rebuild, again, watchdog, retry, redo)
+    probe.__name__: probe for probe in (rebuild, again, watchdog, preserve, retry, redo)
 }
 
 

@@ -29,7 +29,7 @@ LOOPS = {
 
 RANKS = 4  # that train in a probe, where there are devices for them
 DEADLINE = 40.0  # seconds for one trial, of which most take one or two
-_MODEL = ("retry", "redo")
+_MODEL = ("preserve", "retry", "redo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,14 @@ class Form:
     @classmethod
     def full(cls, trials: int, deadline: float = DEADLINE) -> Form:
         """Every probe, most of them several times."""
-        counts = {"rebuild": trials, "again": trials, "watchdog": 1, "retry": trials, "redo": trials}
+        counts = {"rebuild": trials, "again": trials, "watchdog": 1, **dict.fromkeys(_MODEL, trials)}
         return cls(trials=counts, deadline=deadline, name=f"accelpact qualify --trials {trials}")
 
     @classmethod
     def short(cls, backend: str) -> Form:
         """What a run does by itself on a new stack. Gloo has no watchdog that could kill a process."""
         watchdog = {} if backend == "gloo" else {"watchdog": 1}
-        counts = {"rebuild": 1, "again": 1, **watchdog, "retry": 1, "redo": 1}
+        counts = {"rebuild": 1, "again": 1, **watchdog, **dict.fromkeys(_MODEL, 1)}
         return cls(trials=counts, name="the short form, at the start of a run")
 
 
@@ -70,7 +70,6 @@ class _Record:
     seen: str = ""
     failure: str = ""
     repairs: list[dict[str, Any]] = field(default_factory=list)
-    exact: bool = True
 
     def take(self, outcomes: Sequence[Outcome]) -> None:
         self.trials += 1
@@ -78,10 +77,9 @@ class _Record:
         values = [one.value for one in outcomes if not one.failure]
         # A rank that only followed another one's end says less than one that hung or was killed
         failures.sort(key=lambda text: "FailStop" in text)
-        exact = all(value.get("exact", True) for value in values)
-        if not exact:
+        if not all(value.get("exact", True) for value in values):
             failures.append("the end differs from that of an undisturbed run")
-        self.repairs += [repair for value in values for repair in value.get("repairs", ()) if exact and not failures]
+        self.repairs += [repair for value in values for repair in value.get("repairs", ())]
         if failures:
             self.failure = self.failure or failures[0]
             return
@@ -215,7 +213,8 @@ def _census(records: dict[str, _Record]) -> ProbeResult:
     repairs = [repair for name in _MODEL if name in records for repair in records[name].repairs]
     counts = [repair["references"] for repair in repairs]
     clean = sum(repair["references"] > 0 and repair["stale_references"] == 0 for repair in repairs)
-    seen = f"{min(counts)} to {max(counts)} references redirected, none left" if counts else "no repair to count in"
+    left = max((repair["stale_references"] for repair in repairs), default=0)
+    seen = f"{min(counts)} to {max(counts)} references redirected, {left} left" if counts else "no repair to count in"
     return ProbeResult(name="rebind", trials=len(repairs), successes=clean, detail=seen)
 
 
@@ -225,7 +224,7 @@ def _actions(results: Sequence[ProbeResult], records: dict[str, _Record]) -> dic
     What a rank does that stands ``PREPARED`` it does in any backward as well, only later; so that follows from it.
     """
     passed = {result.name: result.passed for result in results}
-    if not (passed["rebuild"] and passed["rebind"] and passed.get("watchdog", True)):
+    if not all(passed.get(name, True) for name in ("rebuild", "watchdog", "rebind")):
         return {}
     seen = {
         (Phase(repair["phase"]), Action(repair["verb"]))
@@ -233,13 +232,12 @@ def _actions(results: Sequence[ProbeResult], records: dict[str, _Record]) -> dic
         if passed.get(name)
         for repair in records[name].repairs
     }
-    inside = {
-        phase: tuple(action for action in (Action.RETRY, Action.REDO) if (phase, action) in seen)
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    seen |= {(Phase.COMMITTED, Action.RETRY)} if passed["again"] else set()
+    seen |= {(Phase.PREPARED, action) for phase, action in seen if phase is Phase.BACKWARD}
+    usable = {
+        Phase.COMMITTED: (Action.PRESERVE, Action.RETRY),
+        Phase.FORWARD: (Action.RETRY, Action.REDO),
+        Phase.BACKWARD: (Action.RETRY, Action.REDO),
+        Phase.PREPARED: (Action.ROLL_FORWARD, Action.RETRY, Action.REDO),
     }
-    between = (Action.PRESERVE, *([Action.RETRY] if passed.get("again") else []))
-    return {
-        Phase.COMMITTED: between,
-        **inside,
-        Phase.PREPARED: (Action.ROLL_FORWARD, *inside[Phase.BACKWARD]),
-    }
+    return {phase: tuple(one for one in actions if (phase, one) in seen) for phase, actions in usable.items()}

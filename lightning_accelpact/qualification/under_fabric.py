@@ -35,6 +35,7 @@ def train(faults: list[Fault], options: dict[str, Any], accelerator: str) -> tup
     data = [batch.to(fabric.device) for batch in batches(fabric.global_rank)]
     for number in range(UPDATES):
         strategy.run_update(update, data[number * MICRO_BATCHES : (number + 1) * MICRO_BATCHES])
+        fabric.barrier()  # so that nobody has begun the next update when a fault strikes before it
     strategy.finish()
     digest = state_digest(model.module, [optimizer.optimizer])
     return digest, [incident.to_dict() for incident in strategy.incidents]

@@ -24,6 +24,10 @@ class _Module(pl.LightningModule):
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         return self.blocks(batch).square().mean()
 
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        if (batch_idx + 1) % MICRO_BATCHES == 0:
+            self.trainer.strategy.barrier()  # so that nobody has begun the next update when a fault strikes before it
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 

@@ -18,14 +18,14 @@ from cluster import RankResult, run_ranks, values
 
 from lightning_accelpact.cli import main
 from lightning_accelpact.qualification import probes
-from lightning_accelpact.recovery.action import Action
+from lightning_accelpact.recovery.action import Action, Phase
 from lightning_accelpact.recovery.envelope import Entry, Envelope
 from lightning_accelpact.recovery.fault import Fault, FaultPoint
 from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE
 
 BACKWARD = [Fault(point=FaultPoint.BACKWARD, update=1, rank=1)]
 BOUNDARY = [Fault(point=FaultPoint.BOUNDARY, update=1, rank=0)]
-PROBES = ["rebuild", "again", "watchdog", "retry", "redo", "rebind"]
+PROBES = ["rebuild", "again", "watchdog", "preserve", "retry", "redo", "rebind"]
 
 
 def fit(envelope: Path | str, faults: list[Fault] = BACKWARD, **options: Any) -> list[RankResult]:
@@ -62,8 +62,14 @@ def test_every_probe_has_its_trials_and_successes(qualified: Path) -> None:
     assert [probe.name for probe in entry.probes] == PROBES
     assert all(probe.passed for probe in entry.probes), entry.probes
     trials = {probe.name: probe.trials for probe in entry.probes}
-    # Five repairs of the model in each round of trials, on four ranks
-    assert trials == {"rebuild": 2, "again": 2, "watchdog": 1, "retry": 2, "redo": 2, "rebind": 2 * 5 * 4}
+    # Eight repairs of the model in each round of trials, on four ranks
+    assert trials == {**dict.fromkeys(PROBES, 2), "watchdog": 1, "rebind": 2 * 8 * 4}
+    assert {phase.value: [action.value for action in names] for phase, names in entry.actions.items()} == {
+        "committed": ["preserve", "retry"],
+        "forward": ["retry", "redo"],
+        "backward": ["retry", "redo"],
+        "prepared": ["roll_forward", "retry", "redo"],
+    }
 
 
 def test_a_run_with_that_envelope_recovers(qualified: Path) -> None:
@@ -114,6 +120,24 @@ def test_auto_measures_once(tmp_path: Path) -> None:
     (file,) = (tmp_path / "accelpact").iterdir()
     (entry,) = Envelope.load(file).entries
     assert {probe.trials for probe in entry.probes if probe.name != "rebind"} == {1}
+
+
+def test_under_torchrun_all_its_processes_take_part(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, "-m", "lightning_accelpact.cli", "qualify", "--json", "--trials", "1", "--framework", "lightning.fabric",
+         "--output", str(tmp_path / "envelope.json")],
+        check=False, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (said,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))  # rank 0 alone says it
+    (entry,) = Envelope.load(tmp_path / "envelope.json").entries
+    assert said["entries"] == json.loads((tmp_path / "envelope.json").read_text())["entries"]
+    assert entry.stack.framework.startswith("lightning.fabric ")
+    # Two replicas of one shard: no collective in a forward pass that could run again
+    assert not entry.failure
+    assert Action.PRESERVE in entry.actions[Phase.COMMITTED] and Action.REDO in entry.actions[Phase.FORWARD]
+    assert entry.actions[Phase.BACKWARD] == (Action.RETRY, Action.REDO)
 
 
 # -- a platform that kills or hangs what touches it

@@ -15,6 +15,7 @@ from lightning_accelpact.recovery.action import Action, Phase
 from lightning_accelpact.recovery.envelope import Entry
 
 TARGET = Target(backend="gloo", device_type="cpu", loop="")
+TRAINED = ("preserve", "retry", "redo")
 Answers = dict[str, Callable[[int], Outcome]]  # probe -> what each rank comes to
 
 
@@ -35,6 +36,7 @@ GOOD: Answers = {
     "rebuild": good(),
     "again": good(),
     "watchdog": good(),
+    "preserve": good(exact=True, repairs=repairs(("committed", "preserve"), ("prepared", "roll_forward"))),
     "retry": good(exact=True, repairs=repairs(("forward", "retry"), ("backward", "retry"))),
     "redo": good(exact=True, repairs=repairs(("forward", "redo"), ("backward", "redo"))),
 }
@@ -78,13 +80,14 @@ def test_a_good_stack() -> None:
         Phase.PREPARED: (Action.ROLL_FORWARD, Action.RETRY, Action.REDO),
     }
     assert counts(entry) == {
-        "rebuild": (3, 3), "again": (3, 3), "watchdog": (1, 1), "retry": (3, 3), "redo": (3, 3), "rebind": (48, 48),
+        "rebuild": (3, 3), "again": (3, 3), "watchdog": (1, 1), "preserve": (3, 3), "retry": (3, 3), "redo": (3, 3),
+        "rebind": (72, 72),
     }  # fmt: skip
     assert (entry.stack, entry.how, entry.failure) == (STACK, "measured", "")
     assert entry.source == "accelpact qualify --trials 3"
     assert Entry.from_dict(entry.to_dict()) == entry
-    assert {size for name, size in worlds.trials if name in ("retry", "redo")} == {4}
-    assert {size for name, size in worlds.trials if name not in ("retry", "redo")} == {2}
+    assert {size for name, size in worlds.trials if name in TRAINED} == {4}
+    assert {size for name, size in worlds.trials if name not in TRAINED} == {2}
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -129,10 +132,23 @@ def test_an_end_that_differs_is_named() -> None:
     assert "redo: 0 of 1, the end differs from that of an undisturbed run" in entry.failure
 
 
-def test_both_failing_leaves_no_census_and_so_nothing() -> None:
-    entry, _ = qualified(retry=bad("x"), redo=bad("y"))
+def test_where_nothing_can_be_counted_nothing_is_qualified() -> None:
+    entry, _ = qualified(preserve=bad("w"), retry=bad("x"), redo=bad("y"))
     assert entry.actions == {}
     assert counts(entry)["rebind"] == (0, 0)
+
+
+def test_only_what_is_between_updates() -> None:
+    entry, _ = qualified(retry=good(exact=False), redo=good(exact=False), again=bad("no retry was seen"))
+    assert entry.actions == {
+        Phase.COMMITTED: (Action.PRESERVE,), Phase.FORWARD: (), Phase.BACKWARD: (), Phase.PREPARED: (Action.ROLL_FORWARD,),
+    }  # fmt: skip
+
+
+def test_only_what_is_inside_an_update() -> None:
+    entry, _ = qualified(preserve=good(exact=False, repairs=repairs(("committed", "preserve"))))
+    assert entry.actions[Phase.COMMITTED] == (Action.RETRY,)
+    assert entry.actions[Phase.BACKWARD] == (Action.RETRY, Action.REDO)
 
 
 @pytest.mark.parametrize("census", [{"references": 0}, {"stale": 1}])
@@ -140,7 +156,7 @@ def test_references_must_be_found_and_none_left(census: dict[str, int]) -> None:
     redo = good(exact=True, repairs=repairs(("forward", "redo"), ("backward", "redo"), **census))
     entry, _ = qualified(redo=redo)
     assert entry.actions == {}
-    assert "rebind: 24 of 48" in entry.failure
+    assert "rebind: 48 of 72" in entry.failure
 
 
 def test_only_where_it_was_seen() -> None:
@@ -169,8 +185,9 @@ def test_the_own_end_of_a_rank_says_more_than_that_of_its_peer() -> None:
 
 
 def test_the_short_form_runs_each_probe_once() -> None:
-    assert Form.short("gloo").trials == {"rebuild": 1, "again": 1, "retry": 1, "redo": 1}
-    assert Form.short("nccl").trials == {"rebuild": 1, "again": 1, "watchdog": 1, "retry": 1, "redo": 1}
+    without = dict.fromkeys(("rebuild", "again", *TRAINED), 1)
+    assert Form.short("gloo").trials == without
+    assert Form.short("nccl").trials == {**without, "watchdog": 1}
 
 
 class Stacks:
