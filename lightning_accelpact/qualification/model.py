@@ -42,7 +42,17 @@ def batches(rank: int, count: int = UPDATES * MICRO_BATCHES) -> list[Tensor]:
 class Trained(Protocol):
     """Trains the model under one framework, on every rank of a world.
 
-    Called as ``trained(faults, options)`` and returns the digest of weights and optimizer state, and the incidents.
+    There is a barrier after each update, so that nobody has begun the next one when a fault strikes before it.
+
+    Args:
+        faults: Strike on the way.
+        options: Of the strategy or plugin, besides ``envelope="off"``.
+        accelerator: ``cpu`` or ``gpu``, as Lightning names them.
+
+    Returns:
+        The digest of this rank's weights and optimizer state, and its incidents.
     """
 
-    def __call__(self, faults: list[Fault], options: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]: ...
+    def __call__(
+        self, faults: list[Fault], options: dict[str, Any], accelerator: str
+    ) -> tuple[str, list[dict[str, Any]]]: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _fork = multiprocessing.get_context("fork")
+_PR_SET_PDEATHSIG = 1
 _GRACE_S = 2.0  # for the end of a rank that has said its result
 _HUNG = "hung: still there at the deadline, and killed then"
 
@@ -78,9 +80,15 @@ def _ending(code: int | None) -> str:
     return f"process ended with exit code {code} and no result"
 
 
+def die_with_parent() -> None:
+    """Let the system kill this process when the one that has started it ends, however it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _live(job: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], outbox: Connection) -> None:
     """The life of the rank's process."""
     os.setpgid(0, 0)  # with the processes that it starts
+    die_with_parent()
     faulthandler.disable()  # a crash is a result, and no news
     os.environ.clear()
     os.environ.update(environment)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_accelpact.qualification.model import Trained
 from lightning_accelpact.recovery import c10d, session
 from lightning_accelpact.recovery.action import Action
 from lightning_accelpact.recovery.fault import Fault, FaultKind, FaultPoint, InjectedFault
@@ -130,7 +131,7 @@ def _trained(
     target: Target, points: tuple[FaultPoint, ...], kinds: tuple[FaultKind, ...], uncommitted: str
 ) -> dict[str, Any]:
     module, _, name = target.loop.partition(":")
-    train: Callable[..., tuple[str, list[dict[str, Any]]]] = getattr(import_module(module), name)
+    train: Trained = getattr(import_module(module), name)
     torch.set_num_threads(1)
     size = int(os.environ["WORLD_SIZE"])
     faults = [

@@ -25,10 +25,11 @@ LOOPS = {
     ("lightning.fabric", "fsdp2"): "lightning_accelpact.qualification.under_fabric:train",
     ("accelerate", "fsdp2"): "accelerate_plugin.qualification:train",
 }
-"""Framework and generation of FSDP -> the training that its probes run."""
+"""Framework and generation of FSDP -> the training that its probes run; see :class:`~.model.Trained`."""
 
 RANKS = 4  # that train in a probe, where there are devices for them
 DEADLINE = 40.0  # seconds for one trial, of which most take one or two
+SHORT = "the short form, at the start of a run"
 _MODEL = ("preserve", "retry", "redo")
 
 
@@ -57,7 +58,7 @@ class Form:
         """What a run does by itself on a new stack. Gloo has no watchdog that could kill a process."""
         watchdog = {} if backend == "gloo" else {"watchdog": 1}
         counts = {"rebuild": 1, "again": 1, **watchdog, **dict.fromkeys(_MODEL, 1)}
-        return cls(trials=counts, name="the short form, at the start of a run")
+        return cls(trials=counts, name=SHORT)
 
 
 @dataclass(kw_only=True)
@@ -136,9 +137,22 @@ def qualify(stack: Stack, device_type: str, **options: Any) -> Entry:
         device_type: Type of its devices.
         options: Those of :class:`Qualification` after the first two.
     """
-    loop = LOOPS[stack.framework.split()[0], stack.fsdp]
+    framework = stack.framework.split()[0]
+    loop = LOOPS.get((framework, stack.fsdp))
+    if loop is None:
+        return failed(stack, options["form"].name, f"there are no probes for {stack.fsdp} under {framework}")
     import_module(loop.partition(":")[0])  # once, and not in every fork
     return Qualification(stack, Target(backend=stack.backend, device_type=device_type, loop=loop), **options).entry()
+
+
+def failed(stack: Stack, source: str, detail: str) -> Entry:
+    """The entry of a stack whose probes could not even begin."""
+    probe = ProbeResult(name="rebuild", trials=1, successes=0, detail=detail)
+    return Entry(stack=stack, date=_now(), source=source, probes=(probe,))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Qualification:
@@ -190,7 +204,7 @@ class Qualification:
         return Entry(
             stack=self._stack,
             actions=_actions(results, records),
-            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            date=_now(),
             source=self._form.name,
             probes=tuple(results),
         )

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from datetime import UTC, datetime
 from typing import Any
 
-from lightning_accelpact.qualification.qualify import Form, devices_here, qualify
+from lightning_accelpact.qualification.outcome import die_with_parent
+from lightning_accelpact.qualification.qualify import SHORT, Form, devices_here, failed, qualify
 from lightning_accelpact.qualification.world import LocalWorld, strip_launcher
-from lightning_accelpact.recovery.envelope import Entry, ProbeResult
+from lightning_accelpact.recovery.envelope import Entry
 from lightning_accelpact.recovery.stack import Stack
 
 _DEADLINE_S = 150.0
@@ -42,19 +42,14 @@ def short_form(stack: Stack, *, device_type: str) -> Entry:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return _failed(stack, f"hung: still there after {_DEADLINE_S:g} s, and killed then")
+        return failed(stack, SHORT, f"hung: still there after {_DEADLINE_S:g} s, and killed then")
     if process.returncode:
-        return _failed(stack, f"ended with exit code {process.returncode}: {errors.strip().splitlines()[-1:]}")
+        return failed(stack, SHORT, f"ended with exit code {process.returncode}: {errors.strip().splitlines()[-1:]}")
     return Entry.from_dict(json.loads(output.splitlines()[-1]))
 
 
-def _failed(stack: Stack, detail: str) -> Entry:
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    probe = ProbeResult(name="rebuild", trials=1, successes=0, detail=detail)
-    return Entry(stack=stack, date=date, source="the short form, at the start of a run", probes=(probe,))
-
-
 def _main(task: dict[str, Any]) -> None:
+    die_with_parent()
     stack, device_type = Stack.from_dict(task["stack"]), task["device_type"]
     form = Form.short(stack.backend)
     entry = qualify(stack, device_type, make_world=LocalWorld, devices=devices_here(device_type), form=form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from recovery.test_envelope import STACK
 
 from lightning_accelpact.qualification.outcome import Outcome
 from lightning_accelpact.qualification.probes import Target
-from lightning_accelpact.qualification.qualify import LOOPS, Form, Qualification, StacksDiffer, stack_of
+from lightning_accelpact.qualification.qualify import LOOPS, Form, Qualification, StacksDiffer, qualify, stack_of
 from lightning_accelpact.recovery.action import Action, Phase
 from lightning_accelpact.recovery.envelope import Entry
 
@@ -205,6 +206,13 @@ def test_all_ranks_must_stand_on_one_stack() -> None:
         stack_of(Stacks(mine, other))
     with pytest.raises(StacksDiffer, match="the stack of rank 1 cannot be told: process killed by SIGSEGV"):
         stack_of(Stacks(mine, Outcome(failure="process killed by SIGSEGV")))
+
+
+def test_without_probes_for_it_nothing_is_qualified() -> None:
+    other = replace(STACK, fsdp="fsdp3")
+    entry = qualify(other, "cpu", make_world=Worlds({}), devices=4, form=Form.short("gloo"))
+    assert (entry.stack, entry.actions) == (other, {})
+    assert "there are no probes for fsdp3 under lightning.pytorch" in entry.ruling().reason
 
 
 def test_every_framework_has_its_training() -> None:

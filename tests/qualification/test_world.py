@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from cluster import free_port
 
+from lightning_accelpact.qualification.outcome import Rank
 from lightning_accelpact.qualification.world import LaunchedWorld, LocalWorld, strip_launcher
 
 
@@ -81,6 +83,25 @@ def _has_ended(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def _start_and_end(folder: str) -> None:
+    """Start a rank that hangs, and end without a word while it does."""
+    Rank(_hang_with_a_child, (folder,), {"RANK": "0"})
+    while not Path(folder, "pids").exists():
+        time.sleep(0.01)
+    os._exit(0)
+
+
+def test_a_rank_ends_with_whoever_has_started_it(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_start_and_end, args=(str(tmp_path),))
+    process.start()
+    process.join(20)
+    rank, child = map(int, (tmp_path / "pids").read_text().split())
+    try:
+        assert _has_ended(rank)
+    finally:
+        os.kill(child, signal.SIGKILL)  # a child of the probe's own, which is nobody's to know
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
