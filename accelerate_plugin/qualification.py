@@ -15,8 +15,16 @@ from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
 
 
-def train(faults: list[Fault], options: dict[str, Any], accelerator: str) -> tuple[str, list[dict[str, Any]]]:
-    """Train, and say where this rank has ended and what happened on the way."""
+def train(
+    faults: list[Fault], options: dict[str, Any], accelerator: str, backend: str
+) -> tuple[str, list[dict[str, Any]]]:
+    """Train, and say where this rank has ended and what happened on the way.
+
+    Raises:
+        ValueError: if the backend is not the device's own, which Accelerate takes.
+    """
+    if backend != ("gloo" if accelerator == "cpu" else "nccl"):
+        raise ValueError(f"Accelerate cannot be made to use {backend} on {accelerator}")
     plugin = AccelPactPlugin(faults=FaultPlan(faults), goodput=False, envelope="off", **options)
     prepared = Accelerator(
         cpu=accelerator == "cpu",

@@ -48,11 +48,12 @@ class Trained(Protocol):
         faults: Strike on the way.
         options: Of the strategy or plugin, besides ``envelope="off"``.
         accelerator: ``cpu`` or ``gpu``, as Lightning names them.
+        backend: Of the training groups.
 
     Returns:
         The digest of this rank's weights and optimizer state, and its incidents.
     """
 
     def __call__(
-        self, faults: list[Fault], options: dict[str, Any], accelerator: str
+        self, faults: list[Fault], options: dict[str, Any], accelerator: str, backend: str
     ) -> tuple[str, list[dict[str, Any]]]: ...

@@ -141,9 +141,9 @@ def _trained(
     options = {**OPTIONS, "uncommitted": uncommitted}
     accelerator = "gpu" if target.device_type == "cuda" else "cpu"
     place = dict(os.environ)
-    expected, _ = train([], options, accelerator)
+    expected, _ = train([], options, accelerator, target.backend)
     os.environ.update(place)  # Lightning takes its own out of it at the end
-    digest, incidents = train(faults, options, accelerator)
+    digest, incidents = train(faults, options, accelerator, target.backend)
     if len(incidents) != len(faults):
         raise NotQualified(f"{len(faults)} faults struck, and {len(incidents)} repairs are on record")
     return {

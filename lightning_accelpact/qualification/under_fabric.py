@@ -15,9 +15,13 @@ from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
 
 
-def train(faults: list[Fault], options: dict[str, Any], accelerator: str) -> tuple[str, list[dict[str, Any]]]:
+def train(
+    faults: list[Fault], options: dict[str, Any], accelerator: str, backend: str
+) -> tuple[str, list[dict[str, Any]]]:
     """Train, and say where this rank has ended and what happened on the way."""
-    strategy = FabricHSDPStrategy(faults=FaultPlan(faults), goodput=False, envelope="off", **options)
+    strategy = FabricHSDPStrategy(
+        faults=FaultPlan(faults), goodput=False, envelope="off", process_group_backend=backend, **options
+    )
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // local
     fabric = Fabric(accelerator=accelerator, devices=local, num_nodes=nodes, strategy=strategy)

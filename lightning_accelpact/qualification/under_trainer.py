@@ -36,9 +36,13 @@ class _Module(pl.LightningModule):
         return DataLoader(torch.cat([torch.cat(batches(rank)) for rank in range(world)]), batch_size=BATCH)
 
 
-def train(faults: list[Fault], options: dict[str, Any], accelerator: str) -> tuple[str, list[dict[str, Any]]]:
+def train(
+    faults: list[Fault], options: dict[str, Any], accelerator: str, backend: str
+) -> tuple[str, list[dict[str, Any]]]:
     """Train, and say where this rank has ended and what happened on the way."""
-    strategy = ResilientHSDPStrategy(faults=FaultPlan(faults), goodput=False, envelope="off", **options)
+    strategy = ResilientHSDPStrategy(
+        faults=FaultPlan(faults), goodput=False, envelope="off", process_group_backend=backend, **options
+    )
     module = _Module()
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
