@@ -109,7 +109,7 @@ def watchdog(target: Target) -> dict[str, Any]:
 
 def preserve(target: Target) -> dict[str, Any]:
     """Train with faults between two updates, after which everything stays as it is (paper, level 1), and in a step."""
-    points, kinds = (FaultPoint.BOUNDARY, FaultPoint.STEP, FaultPoint.BOUNDARY), (FaultKind.EXCEPTION,) * 3
+    points, kinds = (FaultPoint.BOUNDARY, FaultPoint.BOUNDARY, FaultPoint.STEP), (FaultKind.EXCEPTION,) * 3
     return _trained(target, points, kinds, "restart")
 
 
