@@ -27,6 +27,7 @@ log = logging.getLogger("accelpact")
 
 AUTO, OFF = "auto", "off"
 _AGREEMENT = timedelta(seconds=180)  # longer than a short qualification may take
+_FAILURE_KEPT = timedelta(days=1)  # a probe may have failed since the machine was busy
 
 
 class EnvelopeSource:
@@ -67,10 +68,12 @@ class EnvelopeSource:
     def _cached(self, stack: Stack) -> Entry | None:
         file = cache_file(stack, self._environment)
         try:
-            return Envelope.load(file).find(stack) if file.exists() else None
+            entry = Envelope.load(file).find(stack) if file.exists() else None
         except EnvelopeError as error:  # nobody's work is lost with a cache
             log.warning("%s: measured again", error)
             return None
+        outdated = entry is not None and entry.failure and entry.age > _FAILURE_KEPT
+        return None if outdated else entry
 
     def _measured(self, stack: Stack) -> Entry:
         log.warning("this stack is new here: finding out what can be repaired on it, which takes some seconds, once")

@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -94,15 +95,22 @@ class Entry:
 
         Raises:
             TypeError: if a field is missing, unknown or of another type.
-            ValueError: if a phase, an action or ``how`` is unknown.
+            ValueError: if a phase, an action or ``how`` is unknown, or the day of a measurement is none.
         """
         entry = cls(**values)
         if entry.how not in ("measured", "published"):
             raise ValueError(f"how={entry.how!r} must be 'measured' or 'published'")
+        if entry.how == "measured":
+            datetime.fromisoformat(entry.date)
         actions = {Phase(phase): tuple(map(Action, names)) for phase, names in entry.actions.items()}
         probes = tuple(ProbeResult(**probe) for probe in entry.probes)
         changed = {"stack": Stack.from_dict(values["stack"]), "actions": actions, "probes": probes}
         return cls(**{**values, **changed})
+
+    @property
+    def age(self) -> timedelta:
+        """How long ago it was measured."""
+        return datetime.now(UTC) - datetime.fromisoformat(self.date).astimezone(UTC)
 
     @property
     def failure(self) -> str:

@@ -7,7 +7,7 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,14 @@ from recovery.test_envelope import ACTIONS, STACK, entry
 from lightning_accelpact.recovery.action import UNRESTRICTED, Ruling
 from lightning_accelpact.recovery.agreement import EnvelopeSource, agree
 from lightning_accelpact.recovery.control import Superseded
-from lightning_accelpact.recovery.envelope import Entry, Envelope, EnvelopeError, cache_file, user_file
+from lightning_accelpact.recovery.envelope import (
+    Entry,
+    Envelope,
+    EnvelopeError,
+    ProbeResult,
+    cache_file,
+    user_file,
+)
 from lightning_accelpact.recovery.stack import Stack
 
 OTHER = replace(STACK, torch="2.12.0")
@@ -76,8 +83,23 @@ def test_auto_measures_once_for_each_stack(tmp_path: Path) -> None:
     assert measured == [STACK, OTHER]
 
 
-def test_a_stack_that_failed_is_not_measured_again_and_says_so(tmp_path: Path) -> None:
-    Envelope([entry(actions={})]).save(cache_file(STACK, places(tmp_path)))
+FAILED = (ProbeResult(name="redo", trials=1, successes=0, detail="hung"),)
+
+
+def failed(*, hours_ago: float) -> Entry:
+    date = datetime.now(UTC) - timedelta(hours=hours_ago)
+    return entry(actions={}, probes=FAILED, date=date.isoformat(timespec="seconds"))
+
+
+def test_a_stack_that_failed_is_measured_again_after_a_day(tmp_path: Path) -> None:
+    Envelope([failed(hours_ago=25)]).save(cache_file(STACK, places(tmp_path)))
+    again = EnvelopeSource("auto", lambda stack: entry(), places(tmp_path))
+    assert again.ruling(STACK).actions == ACTIONS
+    assert Envelope.load(cache_file(STACK, places(tmp_path))).find(STACK).actions == ACTIONS
+
+
+def test_a_stack_that_failed_is_not_measured_at_once_again_and_says_so(tmp_path: Path) -> None:
+    Envelope([failed(hours_ago=23)]).save(cache_file(STACK, places(tmp_path)))
     ruling = EnvelopeSource("auto", never, places(tmp_path)).ruling(STACK)
     assert not ruling.actions and "`accelpact qualify`" in ruling.reason
     Envelope([entry()]).save(user_file(places(tmp_path)))  # which qualify has written since

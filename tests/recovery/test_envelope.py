@@ -146,6 +146,7 @@ def test_what_is_no_envelope_is_named(tmp_path: Path, content: str, words: str) 
     [
         {"actions": {"sleeping": []}}, {"actions": {"backward": ["pray"]}}, {"how": "guessed"}, {"extra": 1},
         {"stack": {"torch": "2"}}, {"stack": {**STACK.to_dict(), "torch": 2}}, {"probes": [{"name": "redo"}]},
+        {"date": "yesterday"},
     ],
 )  # fmt: skip
 def test_an_entry_that_makes_no_sense_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
