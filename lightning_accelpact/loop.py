@@ -1,6 +1,4 @@
-"""The one file that touches private attributes of Lightning (checked against lightning 2.6).
-
-Automatic optimization whose update can be run again: ``_AutomaticOptimization.run`` is the one frame that sees every
+"""Automatic optimization whose update can be run again: ``_AutomaticOptimization.run`` is the one frame that sees every
 micro-batch and lies outside the closure, the sync and precision contexts, but inside the progress bracket, so
 counters, loader, schedulers and ``on_train_batch_*`` do not run twice. ``tests/test_loop.py`` fails loudly when an
 attribute moves.

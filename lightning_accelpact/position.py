@@ -23,6 +23,8 @@ from torchmetrics import Metric
 from lightning_accelpact.participants import _metric_state, _set_metric_state
 from lightning_accelpact.recovery.window import RngState
 
+_SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
 
 class Moment(str, Enum):
     """When a checkpoint was written, as the counters in it tell."""
@@ -42,7 +44,7 @@ class Moment(str, Enum):
         fit = loops["fit_loop"]
         epoch, batch = fit["epoch_progress"]["total"], fit["epoch_loop.batch_progress"]["total"]
         validation = fit["epoch_loop.val_loop.batch_progress"]["current"]
-        if not batch["ready"] == batch["started"] == batch["processed"]:
+        if not (batch["ready"] == batch["started"] == batch["processed"] and epoch["ready"] == epoch["started"]):
             return cls.ELSEWHERE
         if epoch["processed"] == epoch["started"]:
             return cls.EPOCH_END
@@ -97,12 +99,14 @@ class Position:
         self._iterated_with: RngState | None = None  # the generators when the epoch's iterator was made
         self._resumed: dict[str, Any] | None = None
         self._moment: Moment | None = None
+        self._logged: dict[str, Any] = {}  # what this epoch had accumulated; taken up when it is logged to again
         self._adapt(trainer.fit_loop, "_load_combined_loader_states", self._data_are_set_up)
         self._adapt(trainer.fit_loop, "reset", self._reset)
         self._adapt(trainer.fit_loop, "on_run_start", self._run_starts)
         self._adapt(trainer.fit_loop.epoch_loop, "reset", self._reset_epoch)
         self._adapt(trainer.fit_loop.epoch_loop, "on_run_start", self._epoch_starts)
         self._adapt(trainer.fit_loop.epoch_loop, "advance", self._advance)
+        self._adapt(trainer.fit_loop.epoch_loop._results, "update_metrics", self._log)
 
     @staticmethod
     def _adapt(loop: Any, name: str, hook: Callable[..., None]) -> None:
@@ -120,7 +124,14 @@ class Position:
             "iterated_with": _plain(self._iterated_with) if self._iterated_with else None,
             "buffers": {name: buffer.detach().clone() for name, buffer in _buffers(module)},
             "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
+            "logged": {key: _metric_state(value) for key, value in self._accumulated()},
+            "shown": {name: dict(getattr(self._trainer._logger_connector, name)) for name in _SHOWN},
         }
+
+    def _accumulated(self) -> list[tuple[str, Metric]]:
+        """What ``self.log`` has accumulated since the epoch began; values that are metrics are the module's."""
+        results = self._trainer.fit_loop.epoch_loop._results
+        return [(key, value) for key, value in results.items() if value.is_tensor and not value.has_reset]
 
     def resume(self, state: dict[str, Any], loops: dict[str, Any]) -> None:
         """Set buffers and metrics back now, and the rest when the loops come to it.
@@ -161,6 +172,8 @@ class Position:
     def _run_starts(self, original: Callable[..., None]) -> None:
         original()
         if self._resumed is not None:
+            for name, values in self._resumed["shown"].items():
+                getattr(self._trainer._logger_connector, name).update(values)
             self._remember_what_was_saved()
             _generators(self._resumed["generators"]).restore()
 
@@ -174,12 +187,13 @@ class Position:
 
     def _epoch_starts(self, original: Callable[..., None], fetcher: _DataFetcher) -> None:
         state, self._resumed = self._resumed, None
+        self._logged = state["logged"] if state and self._moment is not Moment.EPOCH_END else {}
         if state is not None and not self._restores_itself:
             return self._fast_forward(fetcher, state)
-        before, generators = fetcher.iterator, RngState.capture()
+        fit_loop = self._trainer.fit_loop
+        if self._trainer.current_epoch > 0 and not (fit_loop.is_resuming or fit_loop.epoch_loop.restarting):
+            self._iterated_with = RngState.capture()  # it makes the epoch's iterator
         original(fetcher)
-        if fetcher.iterator is not before:
-            self._iterated_with = generators
         if state is not None:
             _generators(state["generators"]).restore()
 
@@ -201,6 +215,12 @@ class Position:
         fetcher._start_profiler, fetcher._stop_profiler = epoch_loop._on_before_fetch, epoch_loop._on_after_fetch
         if done:
             _generators(state["generators"]).restore()
+
+    def _log(self, original: Callable[..., None], key: str, *args: Any) -> None:
+        value = self._trainer.fit_loop.epoch_loop._results[key]
+        if key in self._logged and not value.update_called:
+            _set_metric_state(value, {name: _moved(one, value.device) for name, one in self._logged[key].items()})
+        original(key, *args)
 
     def _advance(self, original: Callable[..., None], fetcher: _DataFetcher) -> None:
         moment, self._moment = self._moment, None

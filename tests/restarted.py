@@ -88,7 +88,7 @@ def fit(
     """One attempt."""
     pl.seed_everything(11, workers=True, verbose=False)
     module, trace = Drawing(workers), Trace(ends)
-    faults = [f"backward@{ends.partition('@')[2]}:3"] if ends.startswith("stop") else []
+    faults = [f"backward@{ends.partition('@')[2]}:1"] if ends.startswith("stop") else []
     strategy = ResilientHSDPStrategy(
         **{"faults": FaultPlan.parse(faults), "uncommitted": "restart", "collective_timeout": 30.0,
            "repair_budget": 60.0, "goodput": GoodputCallback(print_summary=True), **strategy_options}
@@ -112,17 +112,31 @@ def fit(
         result |= {
             "step": trainer.global_step,
             "first": trace.first,
+            "after": _what_else(trainer),
             "summary": strategy._goodput.summary.to_dict() if strategy._goodput.summary else None,
         }
         _keep(folder, result)
     return result
 
 
+def _what_else(trainer: pl.Trainer) -> dict[str, Any]:
+    """What the run has come to besides weights and optimizer."""
+    fit = trainer.fit_loop
+    return {
+        "epoch": trainer.current_epoch,
+        "batches": fit.epoch_loop.batch_progress.state_dict(),
+        "stepped": fit.epoch_loop._batches_that_stepped,
+        "metrics": {name: value.item() for name, value in sorted(trainer.callback_metrics.items())},
+        "rates": [config.scheduler.state_dict()["_last_lr"] for config in trainer.lr_scheduler_configs],
+        "random": torch.get_rng_state().sum().item(),
+    }
+
+
 def _die_writing(trainer: pl.Trainer, update: int, rank: int) -> None:
     save = torch.save
 
-    def die(value: Any, path: Path, *args: Any, **kwargs: Any) -> None:
-        if (trainer.global_step, path.name) == (update, f"accelpact-rank{rank}.pt"):
+    def die(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if (trainer.global_step, getattr(path, "name", "")) == (update, f"accelpact-rank{rank}.pt"):
             path.write_bytes(b"PK")
             os.kill(os.getpid(), signal.SIGKILL)
         save(value, path, *args, **kwargs)

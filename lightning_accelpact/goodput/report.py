@@ -229,12 +229,15 @@ def _recoveries(incidents: Iterable[IncidentSummary]) -> list[Recovery]:
 
 
 def _merge_incidents(rank_records: Iterable[Mapping[str, Any]]) -> tuple[IncidentSummary, ...]:
-    groups: defaultdict[tuple[int, int, int], list[Mapping[str, Any]]] = defaultdict(list)
+    groups: defaultdict[tuple[int, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for record in rank_records:
         # An incident that was never repaired may carry its predecessor's generation: one rank's are never merged
         seen: Counter[tuple[int, int]] = Counter()
         for incident in record["incidents"]:
             repair = (incident.get("attempt", 0), incident["generation"])
+            if incident["outcome"] == "fail_stop":  # the attempt's last one; not all ranks learn of it the same way
+                groups[repair[:1]].append(incident)
+                continue
             groups[*repair, seen[repair]].append(incident)
             seen[repair] += 1
     in_time = sorted(groups.values(), key=lambda incidents: min(incident["time"] for incident in incidents))

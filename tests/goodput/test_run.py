@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_accelpact.goodput import GoodputAccount, GoodputOptions, Ledger, TimeClass, append_jsonl
-from lightning_accelpact.goodput.run import Run, RunError, log_path, reached_before, read_runs
+from lightning_accelpact.goodput.run import Run, RunError, log_path, read_runs, unfinished_attempts
 from lightning_accelpact.recovery.incident import Incident
 
 
@@ -52,9 +52,9 @@ def test_attempts_and_the_gap_between_them_add_up(tmp_path: Path) -> None:
 
 def test_a_completed_run_is_not_continued(tmp_path: Path) -> None:
     write(tmp_path, start(0.0), totals(10.0, 5, "completed", productive=10.0))
-    assert reached_before(log_path(tmp_path, 0)) == 0
+    assert unfinished_attempts(log_path(tmp_path, 0)) == ()
     write(tmp_path, start(1000.0), totals(1004.0, 2, "failed", productive=4.0))
-    assert reached_before(log_path(tmp_path, 0)) == 2
+    assert [one.reached for one in unfinished_attempts(log_path(tmp_path, 0))] == [2]
     write(tmp_path, start(1005.0), totals(1006.0, 1, productive=1.0))
     (rank,) = only(tmp_path).ranks
     assert (len(rank.attempts), rank.elapsed) == (2, 6.0)
@@ -93,7 +93,7 @@ def test_attempts_that_do_not_know_their_place_are_added_up(tmp_path: Path) -> N
 
 def test_a_file_of_another_version_begins_anew(tmp_path: Path) -> None:
     write(tmp_path, {"kind": "start"})
-    assert reached_before(log_path(tmp_path, 0)) == 0
+    assert unfinished_attempts(log_path(tmp_path, 0)) == ()
     with pytest.raises(RunError, match="another version"):
         read_runs([tmp_path])
 

@@ -1,0 +1,181 @@
+"""What a checkpoint keeps of a rank's position, and the private attributes of Lightning that this takes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torchmetrics import CatMetric, MeanMetric
+
+from lightning_accelpact import position
+from lightning_accelpact.position import Moment, Position, obstacle
+from lightning_accelpact.recovery.window import RngState
+
+
+def draws() -> tuple[float, ...]:
+    return (torch.rand(()).item(), random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn())
+
+
+def test_every_generator_goes_through_a_file(tmp_path: Path) -> None:
+    draws()
+    kept = position._plain(RngState.capture())
+    wanted = draws(), draws()
+    torch.save(kept, tmp_path / "kept.pt")
+    read = torch.load(tmp_path / "kept.pt", weights_only=True)
+    position._generators(read).restore()
+    assert (draws(), draws()) == wanted
+
+
+class Net(pl.LightningModule):
+    """A buffer, metrics of two kinds, and a value that is logged over the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.norm = nn.BatchNorm1d(1)
+        self.mean, self.all = MeanMetric(), CatMetric()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.norm(self.linear(batch)).square().mean() + self.linear(batch).mean() * random.random()
+        self.mean.update(loss.detach())
+        self.all.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.arange(24.0).view(12, 2), batch_size=2, shuffle=True)
+
+
+class Keeps(pl.Callback):
+    """Puts a position into Lightning's own checkpoint, as the strategy does beside it."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+        self.position: Position | None = None
+        self.moments: list[tuple[Moment, str]] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.position = Position(trainer)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.moments.append((Moment.of(checkpoint["loops"]), obstacle(trainer, checkpoint)))
+        checkpoint["position"] = self.position.capture()
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        state = copy.deepcopy(checkpoint["position"])
+        if self.wrong:
+            other = copy.deepcopy(state[self.wrong])
+            state[self.wrong] = {**other, "torch_cpu": torch.Generator().manual_seed(5).get_state()}
+        self.position.resume(state, checkpoint["loops"])
+
+
+def fit(
+    folder: Path, *, resume: Path | None = None, updates: int = 14, wrong: str = "", **saves: Any
+) -> tuple[dict[str, Any], Keeps]:
+    """Train in this process; everything that it has come to."""
+    pl.seed_everything(3, verbose=False)
+    module, keeps = Net(), Keeps(wrong)
+    saver = ModelCheckpoint(**{"dirpath": folder, "filename": "{step}", "save_top_k": -1, "every_n_train_steps": 2, **saves})
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=updates, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[keeps, saver], default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(module, ckpt_path=resume, weights_only=True)
+    outcome = {
+        "weights": [value.tolist() for value in module.state_dict().values()],
+        "mean": module.mean.compute().item(),
+        "all": module.all.compute().tolist(),
+        "logged": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "drawn": draws(),
+        "epoch": trainer.current_epoch,
+        "saved": sorted(path.name for path in folder.glob("*.ckpt")),
+    }
+    return outcome, keeps
+
+
+@pytest.mark.parametrize("update", [2, 4, 6, 8, 10, 12])
+def test_a_fit_goes_on_as_if_it_had_not_ended(update: int, tmp_path: Path) -> None:
+    """6 batches an epoch: within the first, at its end, within the second, at its end."""
+    whole, _ = fit(tmp_path / "whole")
+    resumed, _ = fit(tmp_path / "resumed", resume=tmp_path / "whole" / f"step={update}.ckpt")
+    assert resumed.pop("saved") == [name for name in whole.pop("saved") if int(name[5:-5]) > update]
+    assert resumed == whole
+
+
+def test_the_check_can_fail(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path / "whole")
+    for wrong in ("generators", "iterated_with"):
+        resumed, _ = fit(tmp_path / wrong, resume=tmp_path / "whole" / "step=8.ckpt", wrong=wrong)
+        assert resumed["weights"] != whole["weights"], wrong
+
+
+def test_moments(tmp_path: Path) -> None:
+    _, keeps = fit(tmp_path / "batches", updates=12, every_n_train_steps=6)
+    assert keeps.moments == [(Moment.BATCH_END, "")] * 2
+    _, keeps = fit(tmp_path / "epochs", updates=12, every_n_train_steps=0, every_n_epochs=1, save_on_train_epoch_end=True)
+    assert keeps.moments == [(Moment.EPOCH_END, "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [("on_train_batch_start", "neither at the end of a batch"), ("on_train_epoch_start", "neither at the end of a batch")],
+)
+def test_elsewhere(hook: str, said: str, tmp_path: Path) -> None:
+    class Saves(Keeps):
+        pass
+
+    keeps = Saves()
+    setattr(keeps, hook, lambda trainer, *_: trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt"))
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=3, logger=False, enable_progress_bar=False,
+                         enable_model_summary=False, callbacks=[keeps], default_root_dir=tmp_path,
+                         enable_checkpointing=False)  # fmt: skip
+    trainer.fit(Net())
+    assert keeps.moments
+    for moment, why in keeps.moments:
+        assert moment is Moment.ELSEWHERE
+        assert said in why
+
+
+def test_in_the_middle_of_an_update(tmp_path: Path) -> None:
+    keeps = Keeps()
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=2, accumulate_grad_batches=3, logger=False,
+                         enable_progress_bar=False, enable_model_summary=False, callbacks=[keeps],
+                         enable_checkpointing=False, default_root_dir=tmp_path)  # fmt: skip
+    keeps.on_train_batch_end = lambda *_: trainer.save_checkpoint(tmp_path / "x.ckpt")
+    trainer.fit(Net())
+    said = "it was written in the middle of an update, whose gradients it does not hold"
+    assert keeps.moments == [(Moment.BATCH_END, why) for why in (said, said, "", said, said, "")]
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    assert obstacle(pl.Trainer(accelerator="cpu", logger=False), {}) == "it holds weights alone (save_weights_only=True)"
+
+
+def test_private_attributes(tmp_path: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
+    fit_loop, connector = trainer.fit_loop, trainer._checkpoint_connector
+    for owner, names in [
+        (fit_loop, ("_load_combined_loader_states", "reset", "on_run_start", "_combined_loader", "restarting")),
+        (fit_loop.epoch_loop, ("reset", "on_run_start", "advance", "_should_accumulate", "_on_before_fetch",
+                               "_on_after_fetch", "batch_progress", "val_loop", "_results")),
+        (fit_loop.epoch_loop._results, ("update_metrics",)),
+        (trainer._logger_connector, position._SHOWN),
+        (connector, ("_restore_modules_and_callbacks", "_hpc_resume_path")),
+        (ModelCheckpoint(every_n_train_steps=2), ("_every_n_train_steps", "_last_global_step_saved")),
+    ]:  # fmt: skip
+        assert [name for name in names if not hasattr(owner, name)] == []
+    loops = connector._get_loops_state_dict()["fit_loop"]
+    for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
+        for part in ("total", "current"):
+            assert {"ready", "completed", "processed"} <= loops[name][part].keys()
