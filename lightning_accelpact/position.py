@@ -17,13 +17,14 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from lightning_accelpact import logged
 from lightning_accelpact.participants import _metric_state, _set_metric_state
 from lightning_accelpact.recovery.window import RngState
-
-_SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 class Moment(str, Enum):
@@ -66,7 +67,14 @@ def obstacle(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> str:
     plateau = any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs)
     if plateau and moment is not Moment.BATCH_END:
         return "ReduceLROnPlateau steps after it was written, by a metric that it does not hold"
+    if moment is not Moment.EPOCH_END and len(set(_with_state(trainer))) > 1:
+        return "it was written within an epoch, and only some of the loaders have a state"
     return ""
+
+
+def _with_state(trainer: pl.Trainer) -> list[bool]:
+    """Of each train loader, whether Lightning puts it back to where it was."""
+    return [isinstance(loader, _Stateful) for loader in trainer.fit_loop._combined_loader.flattened]
 
 
 def choose_checkpoint(trainer: pl.Trainer, choose: Callable[[Any], Any]) -> None:
@@ -99,14 +107,12 @@ class Position:
         self._iterated_with: RngState | None = None  # the generators when the epoch's iterator was made
         self._resumed: dict[str, Any] | None = None
         self._moment: Moment | None = None
-        self._logged: dict[str, Any] = {}  # what this epoch had accumulated; taken up when it is logged to again
         self._adapt(trainer.fit_loop, "_load_combined_loader_states", self._data_are_set_up)
         self._adapt(trainer.fit_loop, "reset", self._reset)
         self._adapt(trainer.fit_loop, "on_run_start", self._run_starts)
         self._adapt(trainer.fit_loop.epoch_loop, "reset", self._reset_epoch)
         self._adapt(trainer.fit_loop.epoch_loop, "on_run_start", self._epoch_starts)
         self._adapt(trainer.fit_loop.epoch_loop, "advance", self._advance)
-        self._adapt(trainer.fit_loop.epoch_loop._results, "update_metrics", self._log)
 
     @staticmethod
     def _adapt(loop: Any, name: str, hook: Callable[..., None]) -> None:
@@ -124,14 +130,8 @@ class Position:
             "iterated_with": _plain(self._iterated_with) if self._iterated_with else None,
             "buffers": {name: buffer.detach().clone() for name, buffer in _buffers(module)},
             "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
-            "logged": {key: _metric_state(value) for key, value in self._accumulated()},
-            "shown": {name: dict(getattr(self._trainer._logger_connector, name)) for name in _SHOWN},
+            "logged": logged.capture(self._trainer),
         }
-
-    def _accumulated(self) -> list[tuple[str, Metric]]:
-        """What ``self.log`` has accumulated since the epoch began; values that are metrics are the module's."""
-        results = self._trainer.fit_loop.epoch_loop._results
-        return [(key, value) for key, value in results.items() if value.is_tensor and not value.has_reset]
 
     def resume(self, state: dict[str, Any], loops: dict[str, Any]) -> None:
         """Set buffers and metrics back now, and the rest when the loops come to it.
@@ -139,17 +139,17 @@ class Position:
         Args:
             state: As captured.
             loops: The checkpoint's; what Lightning counts when the batch or epoch has ended is counted here.
-
-        Raises:
-            KeyError: if the module has other buffers or metrics than the checkpoint.
         """
         module = self._trainer.lightning_module
         with torch.no_grad():
             for name, buffer in _buffers(module):
-                buffer.copy_(state["buffers"][name])
+                buffer.copy_(state["buffers"].get(name, buffer))  # whether it may be missing, Lightning has decided
         for name, metric in _metrics(module):
-            _set_metric_state(metric, {key: _moved(value, metric.device) for key, value in state["metrics"][name].items()})
+            kept = state["metrics"].get(name, {})
+            _set_metric_state(metric, {key: _moved(value, metric.device) for key, value in kept.items()})
         self._resumed, self._moment = state, Moment.of(loops)
+        if self._moment is Moment.EPOCH_END:
+            logged.end_epoch(module, state["logged"])
         _finish(loops["fit_loop"], self._moment)
 
     # -- what the loops call
@@ -160,7 +160,8 @@ class Position:
 
     def _reset(self, original: Callable[..., None]) -> None:
         if self._moment is Moment.EPOCH_END:
-            self._trainer.fit_loop.restarting = False  # a new epoch begins
+            # A new epoch begins; the fit loop's own setter would not have it so where max_steps alone ends the run
+            _Loop.restarting.fset(self._trainer.fit_loop, False)
         original()
 
     def _reset_epoch(self, original: Callable[..., None]) -> None:
@@ -172,8 +173,7 @@ class Position:
     def _run_starts(self, original: Callable[..., None]) -> None:
         original()
         if self._resumed is not None:
-            for name, values in self._resumed["shown"].items():
-                getattr(self._trainer._logger_connector, name).update(values)
+            logged.restore_shown(self._trainer, self._resumed["logged"])
             self._remember_what_was_saved()
             _generators(self._resumed["generators"]).restore()
 
@@ -187,8 +187,9 @@ class Position:
 
     def _epoch_starts(self, original: Callable[..., None], fetcher: _DataFetcher) -> None:
         state, self._resumed = self._resumed, None
-        self._logged = state["logged"] if state and self._moment is not Moment.EPOCH_END else {}
-        if state is not None and not self._restores_itself:
+        if state is not None and self._moment is not Moment.EPOCH_END:
+            logged.restore_accumulated(self._trainer, state["logged"])
+        if state is not None and (self._moment is Moment.EPOCH_END or not all(_with_state(self._trainer))):
             return self._fast_forward(fetcher, state)
         fit_loop = self._trainer.fit_loop
         if self._trainer.current_epoch > 0 and not (fit_loop.is_resuming or fit_loop.epoch_loop.restarting):
@@ -197,30 +198,27 @@ class Position:
         if state is not None:
             _generators(state["generators"]).restore()
 
-    @property
-    def _restores_itself(self) -> bool:
-        """Whether Lightning has put the loaders back to where they were."""
-        return all(isinstance(loader, _Stateful) for loader in self._trainer.fit_loop._combined_loader.flattened)
-
     def _fast_forward(self, fetcher: _DataFetcher, state: dict[str, Any]) -> None:
-        """Make the epoch's iterator as it was made, and read over the batches that are in the checkpoint."""
+        """Make the epoch's iterator as it was made, and read over the batches that are in the checkpoint.
+
+        Raises:
+            MisconfigurationException: if there are not as many.
+        """
         epoch_loop = self._trainer.fit_loop.epoch_loop
         done = epoch_loop.batch_progress.current.ready
         if done and state["iterated_with"] is not None:
             _generators(state["iterated_with"]).restore()
         self._iterated_with = RngState.capture()
         iter(fetcher)
-        for _ in range(done):
-            next(fetcher)
+        for number in range(done):
+            if next(fetcher, None) is None:
+                raise MisconfigurationException(
+                    f"the checkpoint was written after batch {done} of an epoch, but the train loader ends after {number}:"
+                    " go on with the loader that it was written with"
+                )
         fetcher._start_profiler, fetcher._stop_profiler = epoch_loop._on_before_fetch, epoch_loop._on_after_fetch
         if done:
             _generators(state["generators"]).restore()
-
-    def _log(self, original: Callable[..., None], key: str, *args: Any) -> None:
-        value = self._trainer.fit_loop.epoch_loop._results[key]
-        if key in self._logged and not value.update_called:
-            _set_metric_state(value, {name: _moved(one, value.device) for name, one in self._logged[key].items()})
-        original(key, *args)
 
     def _advance(self, original: Callable[..., None], fetcher: _DataFetcher) -> None:
         moment, self._moment = self._moment, None

@@ -185,7 +185,9 @@ class Restart:
             return known, []
         last = runs[-1] if runs else None
         if last is None:
-            return Program(new_name(), goes_on=False), []
+            lost = [f"the job has been relaunched {self._launch.restarts} times, but no attempt has begun a run in"
+                    f" {self._journal.folder}: starting from the first update"]  # fmt: skip
+            return Program(new_name(), goes_on=False), lost if self._launch.restarts else []
         goes_on, why = self._goes_on(last)
         if goes_on:
             return Program(last.program, goes_on=True), [f"going on with run {last.run}: {why}"]
@@ -266,6 +268,7 @@ class Restart:
             if content is None:
                 if mine[number]["there"]:
                     self._say(f"passing over checkpoint {place}: it was never completed")
+                    self._clear(Path(place))
                 continue
             try:
                 marker = Marker.from_bytes(content)
@@ -275,6 +278,11 @@ class Restart:
             if marker.run == self.run:
                 found.append((Path(place), self._of_this_size(place, marker)))
         return sorted(found, key=lambda one: (one[1].update, one[1].time), reverse=True)
+
+    def _clear(self, place: Path) -> None:
+        """Remove what a killed writer has left, unless somebody else has put it there."""
+        if self._rank == 0 and place.name.endswith(files.UNFINISHED):
+            files.remove(place)
 
     def _require_the_same(self, place: str, seen: list[tuple[str, Any]]) -> None:
         for rank, (host, one) in enumerate(seen):

@@ -74,6 +74,8 @@ class ResilientTraining(ResilientHSDP):
     def _make_restart(self, trainer: pl.Trainer) -> Restart | None:
         """What lets a later process go on with a fit, if it writes checkpoints that one can go on from."""
         fits = trainer.state.fn == TrainerFn.FITTING and self._writes_folders
+        if "://" in str(trainer.default_root_dir):  # no folder that can be locked and renamed in
+            return None
         if not fits or self._resume == "never" or not (trainer.checkpoint_callbacks or self._resume == "always"):
             return None
         choose_checkpoint(trainer, self._begin_run)

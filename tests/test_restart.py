@@ -267,6 +267,22 @@ def test_a_journal_that_cannot_be_read_is_refused_with_the_remedy(attempts: Atte
         attempts.begin()
 
 
+def test_a_relaunch_without_a_journal_says_so(attempts: Attempts, caplog: pytest.LogCaptureFixture) -> None:
+    attempts.begin(**RELAUNCH).release()
+    assert "has been relaunched 1 times, but no attempt has begun a run in" in caplog.text
+
+
+def test_what_a_killed_writer_has_left_is_removed(attempts: Attempts) -> None:
+    one = attempts.begin()
+    path = attempts.save(one, 3)
+    left = checkpoint.staging(path)
+    left.mkdir()
+    end(one, "killed")
+    attempts.begin().release()
+    assert attempts.chosen == path
+    assert not left.exists()
+
+
 def test_a_torn_line_of_the_journal_is_skipped(attempts: Attempts) -> None:
     one = attempts.begin()
     path = attempts.save(one, 5)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MARKER = "accelpact.json"
+UNFINISHED = ".writing"
 _FORMAT = 1
 
 
@@ -85,7 +86,7 @@ class Marker:
 
 def staging(path: Path) -> Path:
     """Where a checkpoint is written before it is renamed."""
-    return path.with_name(f".{path.name}.writing")
+    return path.with_name(f".{path.name}{UNFINISHED}")
 
 
 def replaced(path: Path) -> Path:
