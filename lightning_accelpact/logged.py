@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
-from lightning_accelpact.participants import _metric_state, _set_metric_state
+from lightning_accelpact.participants import metric_state, set_metric_state
 
 _PLAIN = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
@@ -41,7 +41,7 @@ def _described(value: _ResultMetric) -> dict[str, Any]:
         "reduction": next(name for name, function in _REDUCTIONS.items() if function is meta.reduce_fx),
         "sync": {"_should": meta.sync._should, "rank_zero_only": meta.sync.rank_zero_only},
         # A metric of the module's keeps its state itself
-        "state": _metric_state(value) if value.is_tensor else None,
+        "state": metric_state(value) if value.is_tensor else None,
     }
 
 
@@ -75,9 +75,7 @@ def _made(trainer: pl.Trainer, kept: dict[str, Any]) -> _ResultMetric:
         value._update_count = 1
     else:
         device = trainer.strategy.root_device
-        moved = {
-            name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in kept["state"].items()
-        }
-        _set_metric_state(value, moved)
+        moved = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in kept["state"].items()}
+        set_metric_state(value, moved)
     value.has_reset = False
     return value

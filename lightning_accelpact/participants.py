@@ -28,14 +28,14 @@ class LoggedValues:
         self._results = results
 
     def capture(self) -> dict[str, tuple[Metric, dict[str, Any]]]:
-        return {key: (metric, _metric_state(metric)) for key, metric in self._results().items()}
+        return {key: (metric, metric_state(metric)) for key, metric in self._results().items()}
 
     def restore(self, state: dict[str, tuple[Metric, dict[str, Any]]]) -> None:
         results = self._results()
         results.clear()  # a key that is missing, or there too early, is one that the replay comes to in its own time
         for key, (metric, values) in state.items():
             results[key] = metric
-            _set_metric_state(metric, values)
+            set_metric_state(metric, values)
 
 
 class Metrics:
@@ -45,22 +45,24 @@ class Metrics:
         self._module = module
 
     def capture(self) -> list[tuple[Metric, dict[str, Any]]]:
-        return [(metric, _metric_state(metric)) for metric in walk(self._module) if isinstance(metric, Metric)]
+        return [(metric, metric_state(metric)) for metric in walk(self._module) if isinstance(metric, Metric)]
 
     def restore(self, state: list[tuple[Metric, dict[str, Any]]]) -> None:
         for metric, values in state:
-            _set_metric_state(metric, values)
+            set_metric_state(metric, values)
 
 
 _METRIC_ATTRIBUTES = ("_update_count", "_computed", "_forward_cache", "has_reset", "_is_synced", "_cache")
 
 
-def _metric_state(metric: Metric) -> dict[str, Any]:
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """A copy of what a metric has accumulated."""
     names = (*metric._defaults, *_METRIC_ATTRIBUTES)
     return {name: _copied(getattr(metric, name)) for name in names if hasattr(metric, name)}
 
 
-def _set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Give a metric what another one, or itself, had accumulated."""
     for name, value in state.items():
         setattr(metric, name, _copied(value))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from enum import Enum
+from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_accelpact import logged
-from lightning_accelpact.participants import _metric_state, _set_metric_state
+from lightning_accelpact.participants import metric_state, set_metric_state
 from lightning_accelpact.recovery.window import RngState
 
 
@@ -129,7 +130,7 @@ class Position:
             "generators": _plain(RngState.capture()),
             "iterated_with": _plain(self._iterated_with) if self._iterated_with else None,
             "buffers": {name: buffer.detach().clone() for name, buffer in _buffers(module)},
-            "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
+            "metrics": {name: metric_state(metric) for name, metric in _metrics(module)},
             "logged": logged.capture(self._trainer),
         }
 
@@ -146,7 +147,7 @@ class Position:
                 buffer.copy_(state["buffers"].get(name, buffer))  # whether it may be missing, Lightning has decided
         for name, metric in _metrics(module):
             kept = state["metrics"].get(name, {})
-            _set_metric_state(metric, {key: _moved(value, metric.device) for key, value in kept.items()})
+            set_metric_state(metric, {key: _moved(value, metric.device) for key, value in kept.items()})
         self._resumed, self._moment = state, Moment.of(loops)
         if self._moment is Moment.EPOCH_END:
             logged.end_epoch(module, state["logged"])
@@ -266,9 +267,10 @@ def _plain(generators: RngState) -> dict[str, Any]:
 def _generators(kept: dict[str, Any]) -> RngState:
     numpy = kept["numpy"]
     if numpy is not None:
-        import numpy as _  # it was loaded when the checkpoint was written
-
+        import_module("numpy")  # it was loaded when the checkpoint was written
         name, words, *rest = numpy
         numpy = (name, words.tolist(), *rest)
     version, words, gauss = kept["python"]
-    return RngState(torch_cpu=kept["torch_cpu"], python=(version, tuple(words), gauss), numpy=numpy, device=kept["device"])
+    return RngState(
+        torch_cpu=kept["torch_cpu"], python=(version, tuple(words), gauss), numpy=numpy, device=kept["device"]
+    )

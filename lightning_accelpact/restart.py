@@ -185,15 +185,19 @@ class Restart:
             return known, []
         last = runs[-1] if runs else None
         if last is None:
-            lost = [f"the job has been relaunched {self._launch.restarts} times, but no attempt has begun a run in"
-                    f" {self._journal.folder}: starting from the first update"]  # fmt: skip
-            return Program(new_name(), goes_on=False), lost if self._launch.restarts else []
+            lost = (
+                f"the job has been relaunched {self._launch.restarts} times, but no attempt has begun a run in"
+                f" {self._journal.folder}: starting from the first update"
+            )
+            return Program(new_name(), goes_on=False), [lost] if self._launch.restarts else []
         goes_on, why = self._goes_on(last)
         if goes_on:
             return Program(last.program, goes_on=True), [f"going on with run {last.run}: {why}"]
-        said = [f"not going on with run {last.run} in {self._journal.folder}: {why}; to do so, pass"
-                f' resume="always" or one of its checkpoints as ckpt_path']  # fmt: skip
-        return Program(new_name(), goes_on=False), said if last.checkpoints and not last.completed else []
+        said = (
+            f"not going on with run {last.run} in {self._journal.folder}: {why}; to do so, pass"
+            ' resume="always" or one of its checkpoints as ckpt_path'
+        )
+        return Program(new_name(), goes_on=False), [said] if last.checkpoints and not last.completed else []
 
     def _goes_on(self, last: RunRecord) -> tuple[bool, str]:
         """Whether this process goes on with the last run of the root folder, and why (not)."""
@@ -309,7 +313,9 @@ class Restart:
 
     # -- writing and reading one
 
-    def write(self, path: Path, save: Callable[[Path], None], position: dict[str, Any], *, update: int, obstacle: str) -> None:
+    def write(
+        self, path: Path, save: Callable[[Path], None], position: dict[str, Any], *, update: int, obstacle: str
+    ) -> None:
         """Write a checkpoint; inside an operation of all ranks, which may run it again.
 
         Args:

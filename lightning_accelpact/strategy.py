@@ -244,7 +244,9 @@ class ResilientTraining(ResilientHSDP):
             self._run_operation(lambda: self._write(checkpoint, filepath, storage_options, save))
         self.runtime.checkpoint_written(filepath)
 
-    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, save: Callable[..., None]) -> None:
+    def _write(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, save: Callable[..., None]
+    ) -> None:
         if self._restart is None:
             return save(copy(checkpoint), filepath, storage_options)
         trainer = self.lightning_module.trainer

@@ -117,13 +117,21 @@ class Keeps(pl.Callback):
 
 
 def fit(
-    folder: Path, *, resume: Path | None = None, updates: int = 14, wrong: str = "", net: type[Net] = Net,
-    trainer_options: dict[str, Any] | None = None, **saves: Any,
+    folder: Path,
+    *,
+    resume: Path | None = None,
+    updates: int = 14,
+    wrong: str = "",
+    net: type[Net] = Net,
+    trainer_options: dict[str, Any] | None = None,
+    **saves: Any,
 ) -> tuple[dict[str, Any], Keeps]:
     """Train in this process; everything that it has come to."""
     pl.seed_everything(3, verbose=False)
     module, keeps = net(), Keeps(wrong)
-    saver = ModelCheckpoint(**{"dirpath": folder, "filename": "{step}", "save_top_k": -1, "every_n_train_steps": 2, **saves})
+    saver = ModelCheckpoint(
+        **{"dirpath": folder, "filename": "{step}", "save_top_k": -1, "every_n_train_steps": 2, **saves}
+    )
     trainer = pl.Trainer(
         **{"accelerator": "cpu", "devices": 1, "max_steps": updates, "logger": False, "enable_progress_bar": False,
            "enable_model_summary": False, "callbacks": [keeps, saver], "default_root_dir": folder,
@@ -201,7 +209,7 @@ def test_a_fit_goes_on_from_each_of_its_checkpoints(case: str, tmp_path: Path) -
     final = f"step={whole['step']}.ckpt"
     for name in set(whole["saved"]) - {final}:  # from that nothing is left to do
         path = tmp_path / "whole" / name
-        resumed, again = fit(tmp_path / name, resume=path, net=Validated, trainer_options=options, **saves)
+        resumed, _ = fit(tmp_path / name, resume=path, net=Validated, trainer_options=options, **saves)
         assert_the_same(resumed, whole, name)
         later = [one for one in whole["saved"] if int(one[5:-5]) > int(name[5:-5])]
         assert resumed["saved"] == later, name  # the one that it has gone on from is not written again
@@ -224,7 +232,9 @@ def test_a_fit_goes_on_after_an_epoch(update: int, tmp_path: Path) -> None:
 
 def test_another_loader_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(tmp_path / "whole", updates=4)
-    monkeypatch.setattr(Net, "train_dataloader", lambda self: torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2))
+    monkeypatch.setattr(
+        Net, "train_dataloader", lambda self: torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2)
+    )
     with pytest.raises(MisconfigurationException, match="after batch 4 of an epoch, but the train loader ends after 3"):
         fit(tmp_path / "resumed", resume=tmp_path / "whole" / "step=4.ckpt")
 
@@ -269,19 +279,26 @@ def test_some_loaders_with_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     plain = Net.training_step
     monkeypatch.setattr(Net, "training_step", lambda self, batch, index: plain(self, batch["a"] + batch["b"], index))
     _, keeps = fit(tmp_path, updates=2)
-    assert keeps.moments == [(Moment.BATCH_END, "it was written within an epoch, and only some of the loaders have a state")]
+    assert keeps.moments == [
+        (Moment.BATCH_END, "it was written within an epoch, and only some of the loaders have a state")
+    ]
 
 
 def test_moments(tmp_path: Path) -> None:
     _, keeps = fit(tmp_path / "batches", updates=12, every_n_train_steps=6)
     assert keeps.moments == [(Moment.BATCH_END, "")] * 2
-    _, keeps = fit(tmp_path / "epochs", updates=12, every_n_train_steps=0, every_n_epochs=1, save_on_train_epoch_end=True)
+    _, keeps = fit(
+        tmp_path / "epochs", updates=12, every_n_train_steps=0, every_n_epochs=1, save_on_train_epoch_end=True
+    )
     assert keeps.moments == [(Moment.EPOCH_END, "")] * 2
 
 
 @pytest.mark.parametrize(
     ("hook", "said"),
-    [("on_train_batch_start", "neither at the end of a batch"), ("on_train_epoch_start", "neither at the end of a batch")],
+    [
+        ("on_train_batch_start", "neither at the end of a batch"),
+        ("on_train_epoch_start", "neither at the end of a batch"),
+    ],
 )
 def test_elsewhere(hook: str, said: str, tmp_path: Path) -> None:
     class Saves(Keeps):
@@ -311,7 +328,9 @@ def test_in_the_middle_of_an_update(tmp_path: Path) -> None:
 
 
 def test_weights_alone(tmp_path: Path) -> None:
-    assert obstacle(pl.Trainer(accelerator="cpu", logger=False), {}) == "it holds weights alone (save_weights_only=True)"
+    assert (
+        obstacle(pl.Trainer(accelerator="cpu", logger=False), {}) == "it holds weights alone (save_weights_only=True)"
+    )
 
 
 def test_private_attributes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ JOB = {"TORCHELASTIC_RUN_ID": "a-job", "TORCHELASTIC_RESTART_COUNT": "0"}
 RELAUNCHED = {**JOB, "TORCHELASTIC_RESTART_COUNT": "1"}
 UPDATES = 14  # an epoch has 6
 
+
 def run(folder: Path, ends: str, env: dict[str, str], trainer: Any, saves: Any, **options: Any) -> list[Any]:
     folder.mkdir(exist_ok=True)
     options = {"updates": UPDATES, "trainer_options": trainer, "checkpoint_options": saves, **options}

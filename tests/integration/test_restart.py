@@ -71,15 +71,14 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subpr
         f"--master-port={free_port()}", str(TESTS / "restarted.py"), str(folder), "stop@16", "kill@19:1", "kill@25:0", "-",
     ]  # fmt: skip
     return folder, [
-        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240) for _ in range(2)
+        subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=240)
+        for _ in range(2)
     ]
 
 
 def attempts_of(folder: Path) -> list[list[dict[str, Any]]]:
     """What each rank has written about its attempts; one that was killed has not."""
-    return [
-        [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()] for rank in range(4)
-    ]
+    return [[json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()] for rank in range(4)]
 
 
 def test_torchrun_and_a_rerun_go_on_from_the_checkpoint(launched: Any, undisturbed: Any) -> None:
