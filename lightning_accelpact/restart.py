@@ -23,6 +23,8 @@ from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE, FailStop
 
 log = logging.getLogger("accelpact")
 
+_LOCK_WAIT_S, _LOCK_LOOK_S = 15.0, 0.1  # for rank 0 of the attempt before to end; and how often to look
+
 RESUME = ("auto", "always", "never")
 
 
@@ -205,10 +207,10 @@ class Restart:
         same_command = launch.command == last.command
         if self._resume == "always":
             return True, 'resume="always"'
-        if self._is_running(last):
-            return False, "it is still running"
         if launch.restarts and (launch.job == last.job if launch.job else same_command and not last.completed):
             return True, f"the job has been relaunched {launch.restarts} times"
+        if self._is_running(last):
+            return False, "it is still running"
         if last.completed:
             return False, "it is done"
         kind = _how(self._journal.ends(last))
@@ -232,7 +234,12 @@ class Restart:
         path = self._journal.run_folder(run) / "lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = path.open("w")
-        return _locked(self._lock)
+        until = time.monotonic() + _LOCK_WAIT_S
+        while not _locked(self._lock):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOCK_LOOK_S)
+        return True
 
     def release(self) -> None:
         """Another process may go on with the run."""
@@ -443,9 +450,11 @@ def _how(ends: list[End]) -> str:
 
 
 def _locked(file: Any) -> bool:
-    """Try to lock it."""
+    """Try to lock it; where the file system knows no locks, nobody can tell, and it counts as locked."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except (BlockingIOError, PermissionError):
         return False
+    except OSError as error:
+        log.warning("accelpact_hsdp: %s cannot be locked (%s): do not start the same run twice", file.name, error)
     return True

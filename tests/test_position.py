@@ -333,6 +333,38 @@ def test_weights_alone(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("named", "chosen", "restored"),
+    [
+        (None, None, None),
+        (None, "newest", "newest"),
+        ("mine", "mine", "mine"),
+        ("hpc_ckpt_2.ckpt", "newest", "newest"),  # what Lightning finds on SLURM nobody has named
+        ("hpc_ckpt_2.ckpt", None, "hpc_ckpt_2.ckpt"),
+    ],
+)
+def test_who_chooses_the_checkpoint(
+    named: str | None, chosen: str | None, restored: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hpc_ckpt_2.ckpt").touch()
+    monkeypatch.setattr(position.SLURMEnvironment, "detect", lambda: True)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
+    connector, given, seen = trainer._checkpoint_connector, [], []
+    monkeypatch.setattr(type(connector), "_restore_modules_and_callbacks", lambda self, path, weights=None: seen.append(path))
+
+    def choose(path: Any) -> Any:
+        given.append(path)
+        return chosen
+
+    position.choose_checkpoint(trainer, choose)
+    path = str(tmp_path / named) if named and named.startswith("hpc") else named
+    connector._restore_modules_and_callbacks(path)
+    assert given == [named if named == "mine" else None]
+    assert [one and Path(one).name for one in seen] == [restored]
+    connector._restore_modules_and_callbacks("next")  # only the fit that begins is chosen for
+    assert (seen[-1], len(given)) == ("next", 1)
+
+
 def test_private_attributes(tmp_path: Path) -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
     fit_loop, connector = trainer.fit_loop, trainer._checkpoint_connector

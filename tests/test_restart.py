@@ -236,6 +236,32 @@ def test_a_run_that_is_still_going_on_is_left_alone(attempts: Attempts, caplog: 
     one.release()
 
 
+def test_a_relaunch_waits_for_the_attempt_before(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = attempts.begin(**RELAUNCH)
+    path = attempts.save(one, 5)
+    looks = iter([False, False, True])
+    monkeypatch.setattr(restart, "_locked", lambda file: next(looks))
+    attempts.begin(**RELAUNCH).release()
+    assert attempts.chosen == path
+    monkeypatch.setattr(restart, "_locked", lambda file: False)
+    monkeypatch.setattr(restart, "_LOCK_WAIT_S", 0.2)
+    with pytest.raises(MisconfigurationException, match=f"run {one.run} is still going on"):
+        attempts.begin(**RELAUNCH)
+
+
+def test_where_nothing_can_be_locked(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(restart.fcntl, "lockf", fail)
+    attempts.begin().release()
+    assert "do not start the same run twice" in caplog.text
+
+
 def test_another_number_of_ranks_is_refused(attempts: Attempts) -> None:
     one = attempts.begin()
     attempts.save(one, 5, world_size=8)
