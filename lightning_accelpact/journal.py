@@ -135,6 +135,11 @@ class Journal:
         """Where the ranks of a run put their records."""
         return self.folder / run
 
+    @property
+    def exists(self) -> bool:
+        """Whether a run has begun there."""
+        return self._file.exists()
+
     def runs(self) -> list[RunRecord]:
         """All runs, in the order in which they have begun last.
 

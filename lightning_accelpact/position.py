@@ -27,6 +27,8 @@ from lightning_accelpact import logged
 from lightning_accelpact.participants import metric_state, set_metric_state
 from lightning_accelpact.recovery.window import RngState
 
+_CACHES = ("_computed", "_forward_cache", "_cache")
+
 
 class Moment(str, Enum):
     """When a checkpoint was written, as the counters in it tell."""
@@ -130,7 +132,7 @@ class Position:
             "generators": _plain(RngState.capture()),
             "iterated_with": _plain(self._iterated_with) if self._iterated_with else None,
             "buffers": {name: buffer.detach().clone() for name, buffer in _buffers(module)},
-            "metrics": {name: metric_state(metric) for name, metric in _metrics(module)},
+            "metrics": {name: _without_caches(metric) for name, metric in _metrics(module)},
             "logged": logged.capture(self._trainer),
         }
 
@@ -244,6 +246,11 @@ def _buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers()
         if not isinstance(buffer, DTensor) and id(buffer) not in states
     ]
+
+
+def _without_caches(metric: Metric) -> dict[str, Any]:
+    """What it has accumulated; a computed value may be of any type, and is computed again."""
+    return {name: value for name, value in metric_state(metric).items() if name not in _CACHES}
 
 
 def _metrics(module: torch.nn.Module) -> list[tuple[str, Metric]]:

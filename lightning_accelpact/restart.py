@@ -138,7 +138,8 @@ class Restart:
             given: The checkpoint that the user has named.
 
         Returns:
-            The checkpoint to go on from, the same on every rank.
+            The checkpoint to go on from, the same on every rank. If no journal can be kept there is none, and
+            :attr:`run` stays empty.
 
         Raises:
             MisconfigurationException: if it cannot begin, on every rank.
@@ -147,19 +148,26 @@ class Restart:
         self._plan = Plan(**self._gather(mine)[0])
         if self._plan.refusal:
             raise MisconfigurationException(f"accelpact_hsdp: {self._plan.refusal}")
-        self._open = True
+        self._open = bool(self.run)
         for line in self._plan.said:
             self._say(line)
         if given is not None:
             return Path(given)
-        return self._newest_complete()
+        return self._newest_complete() if self.run else None
 
     def _guarded_plan(self, given: str | Path | None) -> Plan:
         try:
             return self._make_plan(given)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            return Plan(refusal=f"the journal in {self._journal.folder} cannot be used: {error!r}; remove it, or pass"
-                                ' resume="never"')  # fmt: skip
+        except OSError as error:
+            if self._resume != "auto" or self._journal.exists:
+                return self._refusal(error)
+            return Plan(said=[f"this run cannot be restarted: {self._journal.folder} cannot be written: {error}"])
+        except (KeyError, KeyError, TypeError, ValueError) as error:
+            return self._refusal(error)
+
+    def _refusal(self, error: Exception) -> Plan:
+        remedy = 'remove it, choose another default_root_dir, or pass resume="never"'
+        return Plan(refusal=f"the journal in {self._journal.folder} cannot be used: {error!r}; {remedy}")
 
     def _make_plan(self, given: str | Path | None) -> Plan:
         runs = self._journal.runs()

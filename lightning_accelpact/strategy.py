@@ -96,6 +96,9 @@ class ResilientTraining(ResilientHSDP):
     def _begin_run(self, given: Any) -> Any:
         """The checkpoint that the fit begins with."""
         chosen = self._restart.begin(given)
+        if not self._restart.run:
+            self._restart = None
+            return chosen
         for callback in self.lightning_module.trainer.callbacks:
             if isinstance(callback, GoodputCallback):
                 callback.keep_in(self._restart.folder)

@@ -291,8 +291,21 @@ def test_a_journal_that_cannot_be_read_is_refused_with_the_remedy(attempts: Atte
     folder = attempts.root / "accelpact"
     folder.mkdir()
     (folder / "runs.jsonl").write_text('{"kind": "begin", "run": "x"}\n')
-    with pytest.raises(MisconfigurationException, match='remove it, or pass resume="never"'):
+    with pytest.raises(MisconfigurationException, match='cannot be used.*remove it, .* or pass resume="never"'):
         attempts.begin()
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_not_to_train(
+    attempts: Attempts, caplog: pytest.LogCaptureFixture
+) -> None:
+    (attempts.root / "accelpact").touch()
+    one = attempts.begin()
+    assert (attempts.chosen, one.run) == (None, "")
+    assert "this run cannot be restarted" in caplog.text
+    one.failed(ValueError(), update=1, incident=None)
+    one.completed()
+    with pytest.raises(MisconfigurationException, match="cannot be used"):
+        attempts.begin(resume="always")
 
 
 def test_a_relaunch_without_a_journal_says_so(attempts: Attempts, caplog: pytest.LogCaptureFixture) -> None:

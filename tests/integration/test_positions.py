@@ -10,7 +10,7 @@ from cluster import run_ranks, values
 
 JOB = {"TORCHELASTIC_RUN_ID": "a-job", "TORCHELASTIC_RESTART_COUNT": "0"}
 RELAUNCHED = {**JOB, "TORCHELASTIC_RESTART_COUNT": "1"}
-UPDATES = 14  # an epoch has 6
+UPDATES = 11  # an epoch has 6
 
 
 def run(folder: Path, ends: str, env: dict[str, str], trainer: Any, saves: Any, **options: Any) -> list[Any]:
