@@ -162,7 +162,7 @@ class Restart:
             if self._resume != "auto" or self._journal.exists:
                 return self._refusal(error)
             return Plan(said=[f"this run cannot be restarted: {self._journal.folder} cannot be written: {error}"])
-        except (KeyError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             return self._refusal(error)
 
     def _refusal(self, error: Exception) -> Plan:
@@ -385,19 +385,9 @@ class Restart:
             )
         return {name: FileRecord(**found[name]) for name in names}
 
-    def read(self, path: Path) -> dict[str, Any] | None:
-        """This rank's position in a checkpoint, and ``None`` if there is none for it."""
-        content = files.marker_bytes(path)
-        file = path / _position_file(self._rank)
-        if content is None or not file.exists():
-            return None
-        marker = Marker.from_bytes(content)
-        if marker.world_size != self._world_size:
-            self._say(f"checkpoint {path} was written by {marker.world_size} ranks: generators and the place in the data"
-                      " are not taken over")  # fmt: skip
-            return None
-        self._newest = (str(path), marker.update)
-        return torch.load(file, map_location="cpu", weights_only=True)
+    def went_on_from(self, path: Path, update: int) -> None:
+        """Remember it for the record of an end."""
+        self._newest = (str(path), update)
 
     # -- the end
 
@@ -437,6 +427,27 @@ class Restart:
     def _say(self, line: str) -> None:
         if self._rank == 0:
             log.warning("accelpact_hsdp: %s", line)
+
+
+def read_position(path: Path, *, rank: int, world_size: int) -> tuple[dict[str, Any], int] | None:
+    """This rank's position in a checkpoint, and the updates in it; ``None`` if there is none for it.
+
+    Raises:
+        ValueError: if the marker is damaged.
+        OSError: if the file cannot be read.
+    """
+    content = files.marker_bytes(path)
+    if content is None:
+        return None
+    marker = Marker.from_bytes(content)
+    if marker.world_size != world_size:
+        if rank == 0:
+            log.warning(
+                "accelpact_hsdp: checkpoint %s was written by %d ranks: generators and the place in the data are not"
+                " taken over", path, marker.world_size,
+            )  # fmt: skip
+        return None
+    return torch.load(path / _position_file(rank), map_location="cpu", weights_only=True), marker.update
 
 
 def _position_file(rank: int) -> str:

@@ -30,7 +30,7 @@ from lightning_accelpact.recovery.fault import FaultPlan
 from lightning_accelpact.recovery.options import RecoveryOptions
 from lightning_accelpact.recovery.update import UpdateRunner
 from lightning_accelpact.recovery.window import Window
-from lightning_accelpact.restart import Restart, checked_resume
+from lightning_accelpact.restart import Restart, checked_resume, read_position
 
 T = TypeVar("T")
 
@@ -266,15 +266,20 @@ class ResilientTraining(ResilientHSDP):
         load = super().load_checkpoint
         with self.ledger.span(TimeClass.CHECKPOINT_RESTORE):
             checkpoint = self._run_operation(lambda: load(checkpoint_path, weights_only))
-            if self._restart is not None:
-                self._take_position(checkpoint_path, checkpoint)
+            if self._resume != "never" and self.operations is not None:
+                self._take_position(Path(checkpoint_path), checkpoint)
         return checkpoint
 
-    def _take_position(self, path: Any, checkpoint: dict[str, Any]) -> None:
-        state = self._restart.read(Path(path))
-        if state is not None:
-            self._position.resume(state, checkpoint["loops"])
-            self.runtime.checkpoint_written(path)
+    def _take_position(self, path: Path, checkpoint: dict[str, Any]) -> None:
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        found = read_position(path, rank=self.global_rank, world_size=self.world_size) if fits else None
+        if found is None:
+            return
+        state, update = found
+        self._position.resume(state, checkpoint["loops"])
+        self.runtime.checkpoint_written(path)
+        if self._restart is not None:
+            self._restart.went_on_from(path, update)
 
     def on_train_end(self) -> None:
         """Leave together: a rank that had left already could not take part in the repair of the last update."""
@@ -282,14 +287,14 @@ class ResilientTraining(ResilientHSDP):
 
     def on_exception(self, exception: BaseException) -> None:
         """An error that is not a communication fault ends the run on every rank, instead of leaving peers waiting."""
-        if self._restart is not None:
-            incident = self.incidents[-1].to_dict() if self.incidents else None
-            update = self.lightning_module.trainer.global_step
-            self._restart.failed(exception, update=update, incident=incident)
         if not isinstance(exception, SIGTERMException):
             self.runtime.stop_peers(exception)
         elif self.machine.leave.agreed:
             self.runtime.finish()
+        if self._restart is not None:
+            incident = self.incidents[-1].to_dict() if self.incidents else None
+            update = self.lightning_module.trainer.global_step
+            self._restart.failed(exception, update=update, incident=incident)
 
     def teardown(self) -> None:
         """Detach from the session; communicators stay for a next run in this process."""
