@@ -100,6 +100,35 @@ def test_incidents_of_one_rank_are_never_merged() -> None:
     assert [one.frontier for one in summarize([record(incidents=(repaired, rejected))]).incidents] == [4, 6]
 
 
+def test_incidents_of_different_attempts_are_never_merged() -> None:
+    """A rank that was killed in the first attempt has seen only the second one's."""
+    first = {**incident(rank=0, time=1.0), "attempt": 0}
+    second = [{**incident(rank=rank, time=2.0, frontier=9), "attempt": 1} for rank in (0, 1)]
+    summary = summarize([record(0, 2, (first, second[0])), record(1, 2, (second[1],))])
+    assert [(one.frontier, one.fault_ranks) for one in summary.incidents] == [(4, (0,)), (9, (0, 1))]
+
+
+def test_the_fail_stop_of_an_attempt_is_one_incident_whatever_repair_its_ranks_were_in() -> None:
+    ends = [incident(rank=rank, generation=generation, outcome="fail_stop", action="restart", time=3.0)
+            for rank, generation in enumerate((1, 2, 2))]  # fmt: skip
+    repaired = [incident(rank=rank, generation=1, time=2.0) for rank in range(3)]
+    summary = summarize([record(rank, 3, (repaired[rank], ends[rank])) for rank in range(3)])
+    assert [(one.outcome, one.fault_ranks) for one in summary.incidents] == [
+        ("recovered", (0, 1, 2)), ("fail_stop", (0, 1, 2)),
+    ]  # fmt: skip
+
+
+def test_replays_are_counted_where_there_was_a_restart() -> None:
+    totals = {"productive": 8.0, "replayed_updates": 1.25}
+    ranks = [{**record(rank, 2, **totals), "attempts": 3, "replayed": 5 + rank} for rank in (0, 1)]
+    summary = summarize(ranks)
+    assert (summary.replayed, summary.attempts) == (6, 3)
+    assert "2 restarts from a checkpoint: 6 updates replayed, 2.50 rank-seconds." in text(summary)
+    assert "from a checkpoint:" not in text(summarize([record()]))
+    old = {name: value for name, value in summary.to_dict().items() if name != "replayed"}
+    assert GoodputSummary.from_dict(old).replayed == 0
+
+
 def test_without_an_exception_every_phase_is_named() -> None:
     records = [record(0, 2, (incident(0, phase="prepared"),)), record(1, 2, (incident(1, phase="stepping"),))]
     (merged,) = summarize(records).incidents

@@ -126,6 +126,27 @@ def test_updates_committed_before_become_replays(tmp_path: Path, step: int | Non
     assert account.record(4, [])["update_s"] == 2.0
 
 
+def test_the_summary_of_a_later_attempt_covers_all_of_them(tmp_path: Path) -> None:
+    """Also while it goes on; and it is what the files tell afterwards."""
+    now = time.time()
+    write(tmp_path, start(now - 100.0), totals(now - 90.0, 5, "failed", productive=8.0, other=2.0))
+    clock = Clock()
+    account = account_on(tmp_path, clock)
+    account.begin(0, resumed=True, step=3, reached=6)  # a peer had come further than this rank's last line says
+    for frontier in (1, 2, 3, 4):
+        clock.now += 2.0
+        account.time_update(frontier)
+    record = account.run_record(4, [], ended="completed")
+    summary = account.conclude([record], completed=True)
+    assert (summary.attempts, summary.updates, summary.replayed) == (2, 7, 3)
+    assert summary.totals[TimeClass.REPLAYED_UPDATES] == 3 * 2.0
+    assert summary.totals[TimeClass.PRODUCTIVE] == 8.0 + 2.0
+    assert summary.totals[TimeClass.INFRASTRUCTURE_RECOVERY] == pytest.approx(82.0, abs=1.0)
+    read = only(tmp_path).summary()
+    assert (read.attempts, read.updates, read.replayed) == (2, 7, 3)
+    assert read.totals[TimeClass.REPLAYED_UPDATES] == summary.totals[TimeClass.REPLAYED_UPDATES]
+
+
 def test_what_comes_before_the_first_update_belongs_to_the_attempt(tmp_path: Path) -> None:
     """A load writes no line of the attempt before, and a fault in set-up is not lost."""
     write(tmp_path, start(0.0), totals(10.0, 5, productive=10.0))
