@@ -14,7 +14,8 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, StateDictType
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 from torch.optim import Optimizer
 
@@ -39,7 +40,7 @@ class ResilientFSDP1Strategy(ResilientTraining, FSDPStrategy):
         wrap: Which modules are sharded as a unit: ``"auto"`` for the model's repeated blocks, or a set of classes.
             What ``configure_model`` has wrapped stays as it is; the rest is sharded together with the root.
         mixed_precision: As for Lightning's ``FSDPStrategy``; ``None`` for what the Trainer's ``precision`` means.
-        state_dict_type: As for Lightning's ``FSDPStrategy``: checkpoints in one file, or one for each rank.
+        state_dict_type: As for Lightning's ``FSDPStrategy``: checkpoints in one file for each rank, or one for all.
         repair_budget: See :class:`~lightning_accelpact.recovery.options.RecoveryOptions`; seconds.
         max_repairs_per_update: See there.
         collective_timeout: See there; seconds.
@@ -67,7 +68,7 @@ class ResilientFSDP1Strategy(ResilientTraining, FSDPStrategy):
         shard: int | Literal["auto"] = "auto",
         wrap: Literal["auto"] | Collection[type[torch.nn.Module]] = "auto",
         mixed_precision: MixedPrecision | None = None,
-        state_dict_type: Literal["full", "sharded"] = "full",
+        state_dict_type: Literal["full", "sharded"] = "sharded",
         repair_budget: float = RecoveryOptions.repair_budget,
         max_repairs_per_update: int = RecoveryOptions.max_repairs_per_update,
         collective_timeout: float = RecoveryOptions.collective_timeout,
@@ -130,6 +131,13 @@ class ResilientFSDP1Strategy(ResilientTraining, FSDPStrategy):
         reset_seed()
         self._device_mesh = self.kwargs["device_mesh"] = self.runtime.mesh
 
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The (replicate, shard) mesh, once the environment has been set up; a module has it as well."""
+        if self.runtime.mesh is None:
+            raise RuntimeError("the device mesh is not there yet: it is made when the Trainer's run begins")
+        return self.runtime.mesh
+
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         model = self._shard(model)
         if not isinstance(model, FullyShardedDataParallel):  # the user's units, but what is left belongs to nobody
@@ -175,6 +183,20 @@ class ResilientFSDP1Strategy(ResilientTraining, FSDPStrategy):
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self.model.clip_grad_norm_(clip_val)
+
+    # -- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state for a checkpoint."""
+        if self._state_dict_type == "full" and self.root_device.type == "cpu":
+            return self._run_operation(self._whole_state)
+        return super().lightning_module_state_dict()
+
+    def _whole_state(self) -> dict[str, Any]:
+        # Lightning lets FSDP1 offload it to the CPU, and what is there already FSDP1 frees before it copies it
+        config = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
+        with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, config):
+            return self.model.state_dict()
 
 
 def _checked(state_dict_type: str) -> str:

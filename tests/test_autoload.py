@@ -180,8 +180,11 @@ assert "accelpact_hsdp" in StrategyRegistry.available_strategies()
 assert StrategyRegistry["accelpact_hsdp"]["description"]
 assert "lightning_accelpact.strategy" not in sys.modules
 trainer = Trainer(strategy="accelpact_hsdp", accelerator="cpu", devices=4, logger=False)
-from lightning_accelpact import ResilientHSDPStrategy
+from lightning_accelpact import ResilientFSDP1Strategy, ResilientHSDPStrategy
 assert type(trainer.strategy) is ResilientHSDPStrategy, type(trainer.strategy)
+assert StrategyRegistry["accelpact_hsdp_fsdp1"]["description"] != StrategyRegistry["accelpact_hsdp"]["description"]
+trainer = Trainer(strategy="accelpact_hsdp_fsdp1", accelerator="cpu", devices=4, logger=False)
+assert type(trainer.strategy) is ResilientFSDP1Strategy, type(trainer.strategy)
 """
     result = run(code, site)
     assert result.returncode == 0, result.stderr

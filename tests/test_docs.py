@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from accelerate_plugin import AccelPactPlugin
-from lightning_accelpact import FabricHSDPStrategy, GoodputCallback, GoodputOptions, ResilientHSDPStrategy
+from lightning_accelpact import (
+    FabricHSDPStrategy,
+    GoodputCallback,
+    GoodputOptions,
+    ResilientFSDP1Strategy,
+    ResilientHSDPStrategy,
+)
 from lightning_accelpact.goodput import TimeClass
 from lightning_accelpact.goodput.plan import plan
 from lightning_accelpact.goodput.plan_inputs import PlanInputs
@@ -29,7 +35,17 @@ def documented(heading: str) -> dict[str, str]:
     return dict(ROW.findall(section))
 
 
-@pytest.mark.parametrize("public", [ResilientHSDPStrategy, FabricHSDPStrategy, AccelPactPlugin, GoodputCallback, GoodputOptions])
+@pytest.mark.parametrize(
+    "public",
+    [
+        ResilientHSDPStrategy,
+        ResilientFSDP1Strategy,
+        FabricHSDPStrategy,
+        AccelPactPlugin,
+        GoodputCallback,
+        GoodputOptions,
+    ],
+)
 def test_options_page_is_complete(public: type) -> None:
     parameters = inspect.signature(public).parameters.values()
     expected: dict[str, Any] = {parameter.name: repr(parameter.default).replace("'", '"') for parameter in parameters}
