@@ -1,4 +1,4 @@
-"""``accelpact_hsdp_fsdp1``: Lightning's FSDP1 strategy, hybrid-sharded, that repairs communication faults from memory."""
+"""``accelpact_hsdp_fsdp1``: Lightning's FSDP1 strategy, hybrid-sharded, that repairs communication faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ResilientFSDP1Strategy(ResilientTraining, FSDPStrategy):
 
     Args:
         replicate: Size of a replication group. ``"auto"``: the number of nodes; on one node 2 if that divides.
-        shard: Size of a sharding group, at least 2. ``"auto"``: the rest, which is the devices per node on several nodes.
+        shard: Size of a sharding group, at least 2. ``"auto"``: the rest, which is the devices per node on several.
         wrap: Which modules are sharded as a unit: ``"auto"`` for the model's repeated blocks, or a set of classes.
             What ``configure_model`` has wrapped stays as it is; the rest is sharded together with the root.
         mixed_precision: As for Lightning's ``FSDPStrategy``; ``None`` for what the Trainer's ``precision`` means.
@@ -206,14 +206,14 @@ def _checked(state_dict_type: str) -> str:
 
 
 class _Redirection(_ForwardRedirection):
-    """Lightning's way to a training step through ``forward``, which it leaves replaced if a pass ends before the step."""
+    """Lightning's way to a step through ``forward``, which it leaves replaced if a pass ends before the step."""
 
     def __call__(
-        self, wrapper_module: torch.nn.Module, original_module: pl.LightningModule, method_name: str, *args: Any, **kwargs: Any
+        self, wrapper_module: torch.nn.Module, original_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> Any:
         forward = original_module.forward
         try:
-            return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
+            return super().__call__(wrapper_module, original_module, *args, **kwargs)
         except BaseException:
             original_module.forward = forward
             raise

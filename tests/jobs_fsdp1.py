@@ -30,7 +30,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def sharded(mesh: DeviceMesh, layers: int = 3, *, bare: bool = False, variant: str = "plain") -> FullyShardedDataParallel:
+def sharded(
+    mesh: DeviceMesh, layers: int = 3, *, bare: bool = False, variant: str = "plain"
+) -> FullyShardedDataParallel:
     """The net, with the same weights everywhere, sharded block by block."""
     torch.manual_seed(0)
     net = Net(layers, bare=bare)

@@ -91,7 +91,8 @@ def without_rebinding(fault: Fault) -> None:
     """The paper's ablation: everything is made again and proven, but the units keep their replication group."""
     # Not with retries, which look a group up by its name
     strategy = strategy_with(fault, uncommitted="redo", max_repairs_per_update=2)
-    jobs_must_show.trainer_with(strategy, Passes(), accumulate_grad_batches=8, max_steps=3).fit(jobs_must_show.regressor())
+    trainer = jobs_must_show.trainer_with(strategy, Passes(), accumulate_grad_batches=8, max_steps=3)
+    trainer.fit(jobs_must_show.regressor())
 
 
 # -- outside an update
@@ -142,7 +143,8 @@ def evaluate_and_save(folder: Path, state_dict_type: str, active: bool) -> dict[
         trainer.fit(module, ckpt_path=start)
         runs.append({
             "digest": state_digest(module, trainer.optimizers), "updates": trainer.global_step,
-            "error": trainer.callback_metrics["error"].item(), "incidents": [one.to_dict() for one in strategy.incidents],
+            "error": trainer.callback_metrics["error"].item(),
+            "incidents": [incident.to_dict() for incident in strategy.incidents],
         })  # fmt: skip
     return {"first": runs[0], "second": runs[1]}
 
@@ -161,9 +163,8 @@ class WrappedOtherwise(jobs.Regressor):
     """Wraps its blocks in a way that repairs were not proven with."""
 
     def configure_model(self) -> None:
-        self.blocks = nn.ModuleList(
-            FullyShardedDataParallel(block, device_id=torch.device("cpu"), use_orig_params=True) for block in self.blocks
-        )
+        options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        self.blocks = nn.ModuleList(FullyShardedDataParallel(block, **options) for block in self.blocks)
 
 
 class Manual(jobs.Regressor):

@@ -1,4 +1,4 @@
-"""The FSDP1 strategy in one process: what it touches of Lightning is there, its options, and its way to a training step."""
+"""The FSDP1 strategy in one process: what it touches of Lightning, its options, and its way to a training step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lightning_accelpact.recovery.subject import Fsdp1Subject
 
 _LIGHTNING = f"lightning {lightning.__version__}"
 OVERRIDDEN = [
-    "_setup_model", "setup_environment", "setup", "setup_precision_plugin", "mixed_precision_config", "model_sharded_context",
-    "lightning_module_state_dict", "optimizer_state", "save_checkpoint", "load_checkpoint", "barrier", "broadcast", "reduce",
-    "all_gather", "backward", "optimizer_step", "block_backward_sync", "set_world_ranks", "_get_process_group_backend",
-    "distributed_sampler_kwargs", "on_exception", "on_train_end", "teardown",
+    "_setup_model", "setup_environment", "setup", "setup_precision_plugin", "mixed_precision_config",
+    "model_sharded_context", "lightning_module_state_dict", "optimizer_state", "save_checkpoint", "load_checkpoint",
+    "barrier", "broadcast", "reduce", "all_gather", "backward", "optimizer_step", "block_backward_sync",
+    "set_world_ranks", "_get_process_group_backend", "distributed_sampler_kwargs", "on_exception", "on_train_end", "teardown",
 ]  # fmt: skip
 SET = ["kwargs", "sharding_strategy", "mixed_precision", "_state_dict_type", "_forward_redirection"]
 

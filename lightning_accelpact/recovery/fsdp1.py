@@ -1,7 +1,7 @@
-"""The one file that touches private attributes of FSDP1 (``torch.distributed.fsdp.FullyShardedDataParallel``, torch 2.13).
+"""The one file that touches private attributes of FSDP1 (``torch.distributed.fsdp.FullyShardedDataParallel``).
 
-It offers what :mod:`.fsdp2` offers, under the same names. ``tests/recovery/test_fsdp1.py`` fails loudly when one of the
-attributes moves.
+Checked against torch 2.13. It offers what :mod:`.fsdp2` offers, under the same names. ``tests/recovery/test_fsdp1.py``
+fails loudly when one of the attributes moves.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def holds_gradients(root: torch.nn.Module) -> bool:
 
 
 def gradients_are(root: torch.nn.Module, doubtful: list[torch.Tensor], results: list[torch.Tensor]) -> bool:
-    """Whether nobody has read the results of these all-reduces. FSDP1 divides or accumulates each as soon as it is there."""
+    """Whether nobody has read the results of these all-reduces: FSDP1 divides each as soon as it is there."""
     return False
 
 

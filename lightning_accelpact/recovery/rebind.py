@@ -6,7 +6,7 @@ the device mesh names a retired communicator. The count is taken, never assumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any

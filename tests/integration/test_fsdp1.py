@@ -1,4 +1,4 @@
-"""FSDP1 under the Trainer: bit-exact after a fault in any phase of an update, every reference redirected, the rest refused."""
+"""FSDP1 under the Trainer: bit-exact after a fault in any phase of an update, and every reference redirected."""
 
 from __future__ import annotations
 

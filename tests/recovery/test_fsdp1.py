@@ -19,11 +19,14 @@ from lightning_accelpact.recovery import fsdp1
 # Whose attribute each touched name is; looked up on a real model's objects in the middle of a pass
 TOUCHED: dict[str, list[str]] = {
     "FullyShardedDataParallel": [
-        "sharding_strategy", "cpu_offload", "training_state", "process_group", "_inter_node_pg", "_handle", "_use_orig_params",
-        "_is_root", "_sync_gradients", "_unshard_event", "_unshard_params_ctx", "_post_backward_callback_queued",
-        "_free_event_queue", "_exec_order_data", "_device_mesh", "_comm_hook", *fsdp1.HOOK_STATES,
+        "sharding_strategy", "cpu_offload", "training_state", "process_group", "_inter_node_pg", "_handle",
+        "_use_orig_params", "_is_root", "_sync_gradients", "_unshard_event", "_unshard_params_ctx",
+        "_post_backward_callback_queued", "_free_event_queue", "_exec_order_data", "_device_mesh", "_comm_hook",
+        *fsdp1.HOOK_STATES,
     ],
-    "FlatParamHandle": ["flat_param", "process_group", "reshard", "_training_state", "_post_forward_index", *fsdp1._FLAGS],
+    "FlatParamHandle": [
+        "flat_param", "process_group", "reshard", "_training_state", "_post_forward_index", *fsdp1._FLAGS,
+    ],
     "FlatParameter": ["_params", "_shared_params", "_tensors", "_post_backward_called", "_post_backward_hook_state"],
     "_ExecOrderData": ["process_group", "handles_post_forward_order", "current_order_index"],
     "_FreeEventQueue": ["_queue"],
@@ -63,8 +66,8 @@ def test_a_gradient_is_kept_aside_under_the_name_that_is_dropped() -> None:
 
 
 def _source_of(module: Any) -> set[str]:
-    functions = vars(module.FlatParamHandle).values()
-    return {name for one in functions if hasattr(one, "__code__") for name in (*one.__code__.co_names, *map(str, one.__code__.co_consts))}
+    codes = [one.__code__ for one in vars(module.FlatParamHandle).values() if hasattr(one, "__code__")]
+    return {name for code in codes for name in (*code.co_names, *map(str, code.co_consts))}
 
 
 def test_what_is_imported_is_there() -> None:
