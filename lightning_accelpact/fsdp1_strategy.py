@@ -114,6 +114,7 @@ class ResilientFSDP1Strategy(ResilientTraining, FSDPStrategy):
             subject=Fsdp1Subject(),
         )
         self._forward_redirection = _Redirection()
+        self._wrapped: FullyShardedDataParallel | None = None  # of an earlier run, such as the fit before a test
 
     # -- set-up
 
@@ -126,6 +127,11 @@ class ResilientFSDP1Strategy(ResilientTraining, FSDPStrategy):
                 ' strategy="accelpact_hsdp"'
             )
         super().setup_environment()
+        if self._has_wrapped(self.model):
+            self.runtime.protect(self._wrapped)
+
+    def _has_wrapped(self, model: torch.nn.Module) -> bool:
+        return self._wrapped is not None and self._wrapped.module is model
 
     def _adopt_groups(self, shape: HsdpShape) -> None:
         reset_seed()
@@ -139,15 +145,25 @@ class ResilientFSDP1Strategy(ResilientTraining, FSDPStrategy):
         return self.runtime.mesh
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        model = self._shard(model)
-        if not isinstance(model, FullyShardedDataParallel):  # the user's units, but what is left belongs to nobody
-            model = FullyShardedDataParallel(model, **self._unit_options)
-        if reason := fsdp1.unsupported(model):
+        if not self._has_wrapped(model):
+            self._wrapped = self._wrap_all(model)
+        return super()._setup_model(self._wrapped)
+
+    def _wrap_all(self, model: torch.nn.Module) -> FullyShardedDataParallel:
+        if fsdp1.orphans(model):
+            raise MisconfigurationException(
+                f"{type(model).__name__} has been sharded by another strategy, which holds the unit around it: use the"
+                " same Trainer again, or a new module that loads a checkpoint"
+            )
+        wrapped = self._shard(model)
+        if not isinstance(wrapped, FullyShardedDataParallel):  # the user's units, but what is left belongs to nobody
+            wrapped = FullyShardedDataParallel(wrapped, **self._unit_options)
+        if reason := fsdp1.unsupported(wrapped):
             raise MisconfigurationException(
                 f"accelpact_hsdp_fsdp1 cannot protect a model with {reason}. Wrap it in configure_model() with"
                 " torch.distributed.fsdp.wrap.wrap(), which knows the options, or not at all"
             )
-        return super()._setup_model(model)
+        return wrapped
 
     def _wrap_units(self, module: torch.nn.Module) -> tuple[torch.nn.Module, int]:
         blocks = {id(block) for block in self._wrap.blocks(module)}

@@ -110,6 +110,7 @@ def fsdp1_facts() -> dict[str, Any]:
         "kept": _gradients_are_kept(mesh),
         "dropped": {drop: _redone(mesh, drop=drop) for drop in (True, False)},
         "state_dict": _aborted_state_dict(mesh),
+        "orphans": [len(fsdp1.orphans(reference)), len(fsdp1.orphans(reference.module)), len(fsdp1.orphans(Net()))],
         "sync": _sync(mesh),
         "places": {layers: _places(sharded(mesh, layers), mesh) for layers in (1, 3)},
         "places_of_a_bare_root": _places(sharded(mesh, 2, bare=True), mesh),

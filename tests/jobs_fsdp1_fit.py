@@ -149,6 +149,35 @@ def evaluate_and_save(folder: Path, state_dict_type: str, active: bool) -> dict[
     return {"first": runs[0], "second": runs[1]}
 
 
+class Cuts(pl.Callback):
+    """Cuts this rank's connections in a validation after the fit."""
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.state.fn == "validate" and trainer.global_rank == 3:
+            trainer.strategy.machine.faults.strike(Fault(point=FaultPoint.BOUNDARY, update=0))
+
+
+def fit_and_evaluate() -> dict[str, Any]:
+    """Fit, validate once more with the same trainer, and then try another one with the same module."""
+    pl.seed_everything(11, workers=True, verbose=False)
+    module = Evaluated(layers=2)
+    options = {"max_steps": 2, "val_check_interval": 4, "limit_val_batches": 1}
+    trainer = jobs_must_show.trainer_with(strategy_with(), Cuts(), **options)
+    trainer.fit(module)
+    facts = {"fitted": trainer.callback_metrics["error"].item(), "digest": state_digest(module, [])}
+    trainer.validate(module, verbose=False)
+    facts |= {
+        "validated": trainer.callback_metrics["error"].item(),
+        "digest_after": state_digest(module, []),
+        "incidents": [incident.to_dict() for incident in trainer.strategy.incidents],
+    }
+    try:
+        jobs_must_show.trainer_with(strategy_with()).validate(module, verbose=False)
+    except MisconfigurationException as error:
+        facts["refused"] = str(error)
+    return facts
+
+
 # -- models of the user's own wrapping
 
 

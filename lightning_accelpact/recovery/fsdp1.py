@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
 from torch.distributed.fsdp._flat_param import HandleTrainingState
 from torch.distributed.utils import _free_storage
 
@@ -82,6 +82,14 @@ def unsupported(root: torch.nn.Module) -> str:
         if unit._comm_hook is not None:
             return "a communication hook: there must be none"
     return ""
+
+
+def orphans(root: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters that belong to a unit which is not below ``root``: what is there of them is a shard."""
+    flats = [handle.flat_param for handle in handles(root)]
+    known = {id(one) for flat in flats for one in (flat, *(flat._params or ()), *(flat._shared_params or ()))}
+    flattened = [parameter for parameter in root.parameters() if getattr(parameter, FSDP_FLATTENED, False)]
+    return [one for one in flattened if id(one) not in known]
 
 
 # -- a pass that was cut short

@@ -161,6 +161,15 @@ def test_validations_and_checkpoints_run_again(state_dict_type: str, tmp_path: P
                 assert after[run][key] == before[run][key], (run, key)
 
 
+def test_a_validation_after_the_fit_goes_on_with_what_was_sharded() -> None:
+    for facts in values(run_ranks(jobs.fit_and_evaluate, 4)):
+        assert facts["validated"] == facts["fitted"]
+        assert facts["digest_after"] == facts["digest"]
+        (incident,) = facts["incidents"]
+        assert (incident["outcome"], incident["stale_references"]) == ("recovered", 0)
+        assert "has been sharded by another strategy" in facts["refused"]
+
+
 # -- models
 
 

@@ -104,6 +104,10 @@ def test_a_state_dict_that_ends_in_any_of_its_collectives_is_taken_again(facts: 
     assert facts["state_dict"] == {"aborted": 4, "whole": 4, "exact": 4}
 
 
+def test_parameters_of_a_unit_further_out_are_told(facts: dict[str, Any]) -> None:
+    assert facts["orphans"] == [0, 4, 0]  # those of the root's embedding and head
+
+
 def test_gradient_sync_is_switched_for_all_units(facts: dict[str, Any]) -> None:
     assert facts["sync"] == [True, False, True]
 
