@@ -12,7 +12,13 @@ import torch.distributed as dist
 from jobs_fsdp2 import Net, equal, hsdp, micro_batch, recorded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_accelpact.recovery import fsdp1
@@ -29,18 +35,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prefetch": {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST},
 }
 
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "": {},
+    "sharding_strategy=_HYBRID_SHARD_ZERO2": {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2},
+    "use_orig_params=False": {"use_orig_params": False},
+    "cpu_offload": {"cpu_offload": CPUOffload(offload_params=True)},
+    "ignored_states": {"ignore": True},
+}
+
 
 def sharded(
-    mesh: DeviceMesh, layers: int = 3, *, bare: bool = False, variant: str = "plain"
+    mesh: DeviceMesh, layers: int = 3, *, bare: bool = False, variant: str = "plain", **options: Any
 ) -> FullyShardedDataParallel:
     """The net, with the same weights everywhere, sharded block by block."""
     torch.manual_seed(0)
     net = Net(layers, bare=bare)
     if variant == "frozen":
         net.blocks[1].requires_grad_(False)
+    if options.pop("ignore", False):
+        options["ignored_states"] = [net.embed.weight]
     return FullyShardedDataParallel(
         net, auto_wrap_policy=ModuleWrapPolicy({type(net.blocks[0])}), device_mesh=mesh, device_id=torch.device("cpu"),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True, **VARIANTS[variant],
+        **{"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "use_orig_params": True, **VARIANTS[variant], **options},
     )  # fmt: skip
 
 
@@ -111,6 +127,7 @@ def fsdp1_facts() -> dict[str, Any]:
         "dropped": {drop: _redone(mesh, drop=drop) for drop in (True, False)},
         "state_dict": _aborted_state_dict(mesh),
         "orphans": [len(fsdp1.orphans(reference)), len(fsdp1.orphans(reference.module)), len(fsdp1.orphans(Net()))],
+        "unsupported": {name: fsdp1.unsupported(sharded(mesh, **options)) for name, options in UNSUPPORTED.items()},
         "sync": _sync(mesh),
         "places": {layers: _places(sharded(mesh, layers), mesh) for layers in (1, 3)},
         "places_of_a_bare_root": _places(sharded(mesh, 2, bare=True), mesh),

@@ -81,6 +81,8 @@ def unsupported(root: torch.nn.Module) -> str:
             return "cpu_offload: parameters must stay on the device"
         if unit._comm_hook is not None:
             return "a communication hook: there must be none"
+    if not all(getattr(parameter, FSDP_FLATTENED, False) for parameter in root.parameters()):
+        return "ignored_states: the gradients of these parameters would not be averaged"
     return ""
 
 

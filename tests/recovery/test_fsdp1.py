@@ -104,6 +104,12 @@ def test_a_state_dict_that_ends_in_any_of_its_collectives_is_taken_again(facts: 
     assert facts["state_dict"] == {"aborted": 4, "whole": 4, "exact": 4}
 
 
+def test_what_was_not_proven_is_named(facts: dict[str, Any]) -> None:
+    assert {name: said.partition(":")[0] for name, said in facts["unsupported"].items()} == {
+        name: name for name in jobs_fsdp1.UNSUPPORTED
+    }
+
+
 def test_parameters_of_a_unit_further_out_are_told(facts: dict[str, Any]) -> None:
     assert facts["orphans"] == [0, 4, 0]  # those of the root's embedding and head
 
