@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from benchmarks.failbench import fork_server, registry
 from benchmarks.failbench.cell import Cell
-from benchmarks.failbench.member import Seat, main
 from benchmarks.failbench.mechanisms.plan import Report
+from benchmarks.failbench.member import Seat, main
 from benchmarks.failbench.messages import (
     Confirmed,
     Done,

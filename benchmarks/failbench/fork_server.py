@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from typing import Any
 
 _PRELOADED = [
@@ -23,10 +26,11 @@ _ENVIRONMENT = {
 }
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)
+_starting = threading.Lock()
 
 
 def start(target: Callable[..., Any], *arguments: Any) -> Any:
-    """Start a daemon process.
+    """Start a daemon process; from any thread.
 
     Args:
         target: A function of an importable module.
@@ -35,17 +39,24 @@ def start(target: Callable[..., Any], *arguments: Any) -> Any:
     Returns:
         The process (``multiprocessing.Process``).
     """
-    before = dict(os.environ)
-    os.environ.update(_ENVIRONMENT)
-    try:
-        process = _context.Process(target=target, args=arguments, daemon=True)
-        process.start()  # the first one starts the server, which keeps the environment
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    process = _context.Process(target=target, args=arguments, daemon=True)
+    with _starting, _environment():
+        forkserver.ensure_running()  # a server that is started by this keeps the environment, and so do its children
+        process.start()
     return process
 
 
 def pipe() -> tuple[Any, Any]:
     """Two ends of a two-way connection."""
     return _context.Pipe()
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def main(seat: Seat, connection: Connection) -> None:
     control = Control(connection, store_port=seat.store_port, patience_s=seat.preset.deadline_s)
     try:
         Member(seat, control).run()
-    except Exception:  # noqa: BLE001: whatever it is, the coordinator has to know, or it would wait for this member
+    except Exception:  # whatever it is, the coordinator has to know, or it would wait for this member
         control.tell(Failed(traceback.format_exc()))
     os._exit(0)  # the destructors of groups whose peers are gone may wait for them
 
@@ -117,6 +117,8 @@ class Member:
         try:
             self._train(form)
         except (RuntimeError, TimeoutError):
+            if form.generation == 0 and not hasattr(self._mechanism, "architecture"):
+                raise  # nobody has been struck yet
             return traceback.format_exc()
         return None
 
@@ -167,8 +169,8 @@ class Member:
 
     def _batch(self) -> int:
         """What the whole world shared at the start."""
-        preset = self._seat.preset
-        return preset.batch * self._architecture.contributors(preset.ranks)
+        preset, architecture = self._seat.preset, self._architecture
+        return architecture.workload(preset, self._seat.seed).batch * architecture.contributors(preset.ranks)
 
     def _on_loss(self, world: World):
         return lambda rank: self._control.tell(LostPeer(world.members[rank], time.monotonic()))

@@ -15,12 +15,14 @@ class Preset:
         steps: Of training.
         warm_up: Steps at the beginning whose times are left out.
         interval: Steps from one periodic save to the next.
-        batch: Samples for each share of the data and step.
+        batch: Images for each share of the data and step.
+        features_batch: Likewise vectors, of the MLP stack.
         learning_rate: Of SGD with momentum 0.9.
         image: Height and width of the ResNet's images, pixels.
         channels: Of the ResNet's stages.
         blocks: Residual blocks of each stage.
         layers: Blocks of the MLP stack.
+        tensor_layers: Of the stack that is cut along its inner features, where each block costs two all-reduces.
         width: Features between the blocks; inside they are four times as many.
         micro_batches: Into which a pipeline divides its batch.
         fault_steps: First and last step at which the first fault may strike.
@@ -38,11 +40,13 @@ class Preset:
     warm_up: int
     interval: int
     batch: int
+    features_batch: int
     learning_rate: float = 0.05
     image: int
     channels: tuple[int, ...]
     blocks: tuple[int, ...]
     layers: int
+    tensor_layers: int
     width: int
     micro_batches: int
     fault_steps: tuple[int, int]
@@ -65,18 +69,18 @@ PRESETS = {
     preset.name: preset
     for preset in (
         Preset(
-            name="tiny", steps=36, warm_up=3, interval=5, batch=4, image=8, channels=(16, 32), blocks=(1, 1),
-            layers=8, width=48, micro_batches=4, fault_steps=(8, 13), spacing=8, offset_s=0.003, warning_s=0.4,
+            name="tiny", steps=36, warm_up=3, interval=5, batch=4, features_batch=16, image=8, channels=(32, 64), blocks=(1, 1),
+            layers=8, tensor_layers=2, width=48, micro_batches=4, fault_steps=(8, 13), spacing=8, offset_s=0.003, warning_s=0.4,
             detect_timeout_s=4.0, answer_s=2.0, deadline_s=90.0,
         ),
         Preset(
-            name="cpu", steps=150, warm_up=10, interval=20, batch=8, image=16, channels=(32, 64, 128), blocks=(1, 1, 1),
-            layers=8, width=256, micro_batches=8, fault_steps=(50, 70), spacing=30, offset_s=0.02, warning_s=1.0,
+            name="cpu", steps=150, warm_up=10, interval=20, batch=8, features_batch=64, image=16, channels=(32, 64, 128), blocks=(1, 1, 1),
+            layers=8, tensor_layers=4, width=256, micro_batches=8, fault_steps=(50, 70), spacing=30, offset_s=0.02, warning_s=1.0,
             detect_timeout_s=10.0, answer_s=4.0, deadline_s=600.0,
         ),
         Preset(
-            name="paper", steps=2000, warm_up=50, interval=100, batch=32, image=224, channels=(256, 512, 1024, 2048),
-            blocks=(3, 4, 6, 3), layers=16, width=2048, micro_batches=8, fault_steps=(270, 1070), spacing=270, offset_s=0.1,
+            name="paper", steps=2000, warm_up=50, interval=100, batch=32, features_batch=256, image=224, channels=(256, 512, 1024, 2048),
+            blocks=(3, 4, 6, 3), layers=16, tensor_layers=16, width=4608, micro_batches=8, fault_steps=(270, 1070), spacing=270, offset_s=0.1,
             warning_s=2.0, detect_timeout_s=600.0, answer_s=30.0, deadline_s=14400.0,
         ),
     )

@@ -62,6 +62,11 @@ class Workload:
         self.preset = preset
         self.seed = seed
 
+    @property
+    def batch(self) -> int:
+        """Samples for each share of the data and step."""
+        return self.preset.batch
+
     def model(self) -> nn.Module:
         """The whole model with its first weights."""
         torch.manual_seed(self.seed)
@@ -103,8 +108,16 @@ class Images(Workload):
 class Features(Workload):
     """The MLP stack, on random vectors whose target is a smooth function of them."""
 
+    @property
+    def batch(self) -> int:
+        return self.preset.features_batch
+
     def _model(self) -> nn.Module:
-        return stack(self.preset.layers, self.preset.width)
+        return stack(self._layers, self.preset.width)
+
+    @property
+    def _layers(self) -> int:
+        return self.preset.layers
 
     def _samples(self, draw: torch.Generator) -> tuple[Tensor, Tensor]:
         width = self.preset.width
@@ -114,3 +127,11 @@ class Features(Workload):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().mean(1).sum()
+
+
+class CutFeatures(Features):
+    """The same with the stack that is cut along its inner features."""
+
+    @property
+    def _layers(self) -> int:
+        return self.preset.tensor_layers

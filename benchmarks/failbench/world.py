@@ -72,11 +72,13 @@ def shut_links(spared_port: int) -> None:
     """
     for entry in os.listdir("/proc/self/fd"):
         try:
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
             with socket.socket(fileno=os.dup(int(entry))) as link:
                 if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername()[1] != spared_port:
                     link.shutdown(socket.SHUT_RDWR)
         except OSError:
-            continue  # no socket, not connected, or closed since the listing
+            continue  # not connected, or closed since the listing
 
 
 def swap(outgoing: Tensor, incoming: Tensor, *, to: int, source: int, group: dist.ProcessGroup | None = None) -> None:
@@ -86,7 +88,7 @@ def swap(outgoing: Tensor, incoming: Tensor, *, to: int, source: int, group: dis
     sent.wait()
 
 
-def lengths(own: int) -> list[int]:
+def gather_numbers(own: int) -> list[int]:
     """A number of each rank."""
     gathered = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     gathered[dist.get_rank()] = own

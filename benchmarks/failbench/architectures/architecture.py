@@ -49,13 +49,16 @@ class Architecture(ABC):
         self.samples = self.task.samples
         self.shares = self.contributors(world.size)
         self.share = self.share_of(world.rank)
-        self.batch = batch or preset.batch * self.shares
+        self.batch = batch or self.task.batch * self.shares
         self.on_loss = on_loss
+        self.vote: Callable[[], None] | None = None
         self.model: nn.Module = nn.Identity()
         self.build()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=preset.learning_rate, momentum=_MOMENTUM, foreach=False)
-        for parameter in self.model.parameters():
-            self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        # On the parts that this rank holds: DTensors would cost more than the step itself
+        self._held = {name: nn.Parameter(_local(one)) for name, one in self.model.named_parameters()}
+        self._optimizer = torch.optim.SGD(self._held.values(), lr=preset.learning_rate, momentum=_MOMENTUM, foreach=False)
+        for parameter in self._held.values():
+            self._optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         torch.manual_seed(1000 * (seed + 1) + self.share)
         self._committed = 0
         self.commit(0)
@@ -122,10 +125,9 @@ class Architecture(ABC):
         self.commit(state.step)
 
     def _tensors(self) -> dict[str, Tensor]:
-        parameters = dict(self.model.named_parameters())
-        momenta = {name: self.optimizer.state[one]["momentum_buffer"] for name, one in parameters.items()}
-        return {f"model/{name}": _local(one) for name, one in parameters.items()} | {
-            f"momentum/{name}": _local(one) for name, one in momenta.items()
+        momenta = {name: self._optimizer.state[one]["momentum_buffer"] for name, one in self._held.items()}
+        return {f"model/{name}": one.detach() for name, one in self._held.items()} | {
+            f"momentum/{name}": one for name, one in momenta.items()
         }
 
     def take(self) -> tuple[Tensor, Tensor]:
@@ -139,14 +141,30 @@ class Architecture(ABC):
             Its part of the loss: the shares' add up to the mean over the batch.
         """
         inputs, targets = self.take()
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         loss = self.task.loss(self.model(inputs), targets) / self.batch
         loss.backward()
         return loss.item()
 
+    def prepared(self) -> None:
+        """This rank has its part in the gradients of all: let a mechanism hold it until all have."""
+        if self.vote is not None:
+            self.vote()
+
+    def update(self) -> None:
+        """Step with the gradients there are, which are complete."""
+        self.prepared()
+        self.roll_forward()
+
+    def roll_forward(self) -> None:
+        """The optimizer's part of a step."""
+        for parameter, trained in zip(self._held.values(), self.model.parameters(), strict=True):
+            parameter.grad = _local(trained.grad)
+        self._optimizer.step()
+
     def flat_gradients(self, loss: float) -> Tensor:
         """All gradients in one vector, and the loss at its end."""
-        return torch.cat([*(_local(one.grad).flatten() for one in self._trained()), torch.tensor([loss])])
+        return torch.cat([*(_local(one.grad).flatten() for one in self.model.parameters()), torch.tensor([loss])])
 
     def apply(self, flat: Tensor) -> float:
         """Step with the gradients of such a vector.
@@ -154,28 +172,24 @@ class Architecture(ABC):
         Returns:
             The loss at its end.
         """
-        for parameter, gradient in zip(self._trained(), flat[:-1].split(self._sizes()), strict=True):
+        for parameter, gradient in zip(self.model.parameters(), flat[:-1].split(self._sizes()), strict=True):
             target = _local(parameter.grad)
             target.copy_(gradient.view_as(target))
-        self.optimizer.step()
+        self.update()
         return flat[-1].item()
 
     def flat_parameters(self) -> Tensor:
         """A copy of all parameters in one vector."""
-        with torch.no_grad():
-            return torch.cat([_local(one).flatten() for one in self._trained()])
+        return torch.cat([one.detach().flatten() for one in self._held.values()])
 
     def set_parameters(self, flat: Tensor) -> None:
         """Take parameters from such a vector."""
         with torch.no_grad():
-            for parameter, values in zip(self._trained(), flat.split(self._sizes()), strict=True):
-                _local(parameter).copy_(values.view_as(_local(parameter)))
-
-    def _trained(self) -> list[nn.Parameter]:
-        return list(self.model.parameters())
+            for parameter, values in zip(self._held.values(), flat.split(self._sizes()), strict=True):
+                parameter.copy_(values.view_as(parameter))
 
     def _sizes(self) -> list[int]:
-        return [_local(one).numel() for one in self._trained()]
+        return [one.numel() for one in self._held.values()]
 
 
 def _local(tensor: Tensor | None) -> Tensor:

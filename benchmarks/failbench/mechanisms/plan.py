@@ -32,12 +32,14 @@ class Plan:
     Args:
         step: Steps that training will have behind it.
         sources: For each member whose state comes from a survivor's memory, that survivor.
+        steps: For each member the step of the snapshot that it restores, if there are snapshots.
         reason: Why not as the mechanism is meant to; empty if so.
         fresh: Training begins again with its first weights.
     """
 
     step: int
     sources: Mapping[int, int] = field(default_factory=dict)
+    steps: Mapping[int, int] = field(default_factory=dict)
     reason: str = ""
     fresh: bool = False
 
