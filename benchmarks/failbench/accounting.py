@@ -47,6 +47,7 @@ def account(
         reform_seconds=tuple(_last_formed(one) - one.formed_from for one in _carried_out(timeline) if one.formed_from),
         respawn_seconds=tuple(one.ready - one.spawned for one in _carried_out(timeline) if one.ready and one.spawned),
         recover_seconds=_recoveries(timeline, log),
+        fresh_starts=sum(any(said.fresh for said in one.restored.values()) for one in _carried_out(timeline)),
         lost_steps=len(rerun) if faults else None,
         lost_seconds=sum(one.end - one.begin for one in rerun) if faults else None,
         throughput_before=_throughput(before),

@@ -192,6 +192,7 @@ def _figures(run: Record, twin: Record | None) -> dict[str, float]:
     found = {
         "overhead": run.steady_overhead,
         "lost_steps": run.lost_steps,
+        "fresh_starts": run.fresh_starts,
         "lost": run.lost_seconds,
         "throughput_before": run.throughput_before,
         "throughput_after": run.throughput_after,

@@ -25,7 +25,9 @@ class Coverage:
         viable: What this harness calls viable.
         run: Viable ones with a record.
         recovered: Viable ones in which a mechanism recovered the run, executed and measured in all of their runs.
-        continued: Likewise, in which the architecture went on by itself.
+        from_scratch: Of the recovered ones, those in which nothing was left to restore in some run, and training began
+            again at step 0.
+        continued: Viable ones in which the architecture went on by itself, measured in all of their runs.
         halted: Viable ones without a mechanism that halted, which is what there is to be measured in them.
         failed: Viable ones of which a run did something else.
     """
@@ -35,6 +37,7 @@ class Coverage:
     viable: int
     run: int
     recovered: int
+    from_scratch: int
     continued: int
     halted: int
     failed: int
@@ -58,8 +61,8 @@ class Coverage:
             f"Recovery or continuation measured in {self.recovered + self.continued} of {self.recoverable} viable cells"
             f" that have one ({self.measured_share:.1%}; the paper: 10 of 133). Of {self.tuples} tuples"
             f" {self.candidates} are not degenerate and {self.viable} viable here; {self.run} of them were run:"
-            f" {self.recovered} recovered, {self.continued} continued, {self.halted} halted for want of a mechanism,"
-            f" {self.failed} failed."
+            f" {self.recovered} recovered ({self.from_scratch} of them from scratch), {self.continued} continued,"
+            f" {self.halted} halted for want of a mechanism, {self.failed} failed."
         )
 
 
@@ -75,6 +78,7 @@ def coverage(summaries: Mapping[Cell, CellSummary]) -> Coverage:
         viable=len(viable),
         run=len(seen),
         recovered=sum(_all(one, Outcome.RECOVERED) for one in seen),
+        from_scratch=sum(_all(one, Outcome.RECOVERED) and bool(one.mean("fresh_starts")) for one in seen),
         continued=sum(_all(one, Outcome.CONTINUED) for one in seen),
         halted=sum(_all(one, Outcome.HALTED) and one.cell.mechanism == NO_MECHANISM for one in seen),
         failed=sum(not _as_expected(one) for one in seen),

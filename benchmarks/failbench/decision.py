@@ -265,6 +265,11 @@ class _Inputs:
         """Whether the mechanism did nothing before a warning."""
         return any(run.emergency_seconds for run in self._runs)
 
+    @property
+    def fresh_starts(self) -> float:
+        """Share of the runs that lost all work."""
+        return fmean([bool(run.fresh_starts) for run in self._runs])
+
     def overhead(self) -> Input:
         found = [run.steady_overhead for run in self._runs if run.steady_overhead is not None]
         if not found:
@@ -342,6 +347,8 @@ def _obstacles(mechanism: str, values: Mapping[str, Input], inputs: _Inputs, que
         obstacles.append(f"restores in {restore:.3g} s, more than the cap of {question.restore_cap_s:g} s")
     if overhead > question.overhead_cap:
         obstacles.append(f"costs {overhead:.1%}, more than the cap of {question.overhead_cap:.1%}")
+    if inputs.fresh_starts:
+        obstacles.append(f"had nothing left to restore in {inputs.fresh_starts:.0%} of its runs, and began again")
     needs = inputs.emergency().value
     if inputs.warned and question.warning_s <= needs:
         obstacles.append(f"needs a warning of more than {needs:.3g} s, and there are {question.warning_s:g} s")

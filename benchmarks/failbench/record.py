@@ -105,6 +105,7 @@ class Record:
         reform_seconds: New process groups among the ranks that go on.
         respawn_seconds: New processes for the lost ranks, until they could join.
         recover_seconds: Fault until the first step after it had been committed.
+        fresh_starts: Recoveries that had nothing left to restore, so that training began again at step 0.
         lost_steps: Steps that were run again.
         lost_seconds: What they had taken.
         throughput_before: Samples a second before the first fault.
@@ -138,6 +139,7 @@ class Record:
     reform_seconds: tuple[float, ...] = ()
     respawn_seconds: tuple[float, ...] = ()
     recover_seconds: tuple[float, ...] = ()
+    fresh_starts: int = 0
     lost_steps: int | None = None
     lost_seconds: float | None = None
     throughput_before: float | None = None

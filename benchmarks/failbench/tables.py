@@ -28,7 +28,7 @@ _MARKS = {
 _NOT_RUN = (".", "dim")
 _KINDS = {Kind.VIABLE: ("V", "green"), Kind.DEGENERATE: ("=", "dim"), Kind.INFEASIBLE: ("-", "yellow")}
 _KEY = (
-    "R recovered, C continued by itself, U undisturbed, H halted, X failed, - infeasible, = degenerate, . not run; one"
+    "R recovered (r: from scratch), C continued by itself, U undisturbed, H halted, X failed, - infeasible, = degenerate, . not run; one"
     " mark for each of {traces}."
 )
 _TIMES = ("save", "detect", "restore", "reform", "respawn", "recover")
@@ -64,7 +64,8 @@ def _in_order(names: Iterable[str]) -> list[str]:
 
 def _mark(cell: Cell, summaries: Mapping[Cell, CellSummary]) -> tuple[str, str]:
     if cell in summaries:
-        return _MARKS[summaries[cell].outcome]
+        mark, style = _MARKS[summaries[cell].outcome]
+        return (mark.lower(), "yellow") if summaries[cell].mean("fresh_starts") else (mark, style)
     kind = compatibility.here(cell.architecture, cell.mechanism).kind
     return _NOT_RUN if kind is Kind.VIABLE else _KINDS[kind]
 

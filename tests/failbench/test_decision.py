@@ -117,6 +117,12 @@ def test_an_architecture_that_goes_on_by_itself_is_a_candidate() -> None:
     assert (decision.best.mechanism, decision.best.throughput_after) == ("FT9", pytest.approx(0.9))
 
 
+def test_what_began_again_is_no_choice() -> None:
+    lost_all = like("FT1", "F2", fresh_starts=1, lost_steps=12)
+    (obstacle,) = candidate(decide([*PAPER, lost_all], question()), "FT1").obstacles
+    assert obstacle == "had nothing left to restore in 50% of its runs, and began again"
+
+
 def test_halting_is_no_choice() -> None:
     with pytest.raises(
         ValueError, match="architecture='A3' has no measured recovery in the records; those with one: A2"

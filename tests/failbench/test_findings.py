@@ -111,7 +111,7 @@ def _record(cell: Cell) -> Record:
 def test_coverage_of_a_full_matrix() -> None:
     seen = coverage(summarize(full()))
     assert (seen.tuples, seen.candidates, seen.viable, seen.run, seen.failed) == (189, 180, 180, 180, 0)
-    assert (seen.recovered, seen.continued, seen.halted) == (159, 3, 18)
+    assert (seen.recovered, seen.from_scratch, seen.continued, seen.halted) == (159, 0, 3, 18)
     assert seen.measured_share == 1.0
     assert "162 of 162" in str(seen)
 
@@ -122,6 +122,8 @@ def test_what_failed_or_was_not_run_is_not_covered() -> None:
     records[broken] = replace(records[broken], outcome=Outcome.FAILED)
     halting = next(index for index, one in enumerate(records) if one.cell == Cell.parse("A3/FT2/F2"))
     records[halting] = replace(records[halting], outcome=Outcome.HALTED)
+    again = next(index for index, one in enumerate(records) if one.cell == Cell.parse("A4/FT8/F1"))
+    records[again] = replace(records[again], fresh_starts=1)
     seen = coverage(summarize(records[:-1]))
-    assert (seen.run, seen.failed) == (179, 2)
+    assert (seen.run, seen.failed, seen.from_scratch) == (179, 2, 1)
     assert seen.measured_share < 0.99
