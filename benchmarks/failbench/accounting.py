@@ -35,7 +35,9 @@ def account(
     record = replace(
         blank,
         faults=tuple(_with_times(fault, timeline) for fault in faults),
-        state_bytes_per_rank=max((one.state_bytes for one in timeline.done.values()), default=_reported_bytes(timeline)),
+        state_bytes_per_rank=max(
+            (one.state_bytes for one in timeline.done.values()), default=_reported_bytes(timeline)
+        ),
         steps=len(committed),
         samples_per_step=log[0].samples if log else None,
         step_seconds_before=tuple(one.end - one.begin for one in before),
@@ -64,7 +66,12 @@ def _judged(record: Record, timeline: Timeline, degrades: bool) -> Record:
     if record.reason:  # a run that failed
         return record
     missed = [fault.rank for fault in record.faults if fault.actual_s is None]
-    notes = [one for recovery in timeline.recoveries for one in sorted({said.reason for said in recovery.restored.values()}) if one]
+    notes = [
+        one
+        for recovery in timeline.recoveries
+        for one in sorted({said.reason for said in recovery.restored.values()})
+        if one
+    ]
     if missed:
         notes.append(f"faults of ranks {', '.join(map(str, missed))} struck nobody, since these did not train any more")
     reason = "; ".join(notes)

@@ -8,7 +8,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.failbench.messages import Confirmed, Form, Leave, Proceed, Warn
+from benchmarks.failbench.messages import Confirmed, Form, Heard, Leave, Proceed, Warn
 from benchmarks.failbench.world import shut_links
 
 
@@ -73,4 +73,5 @@ class Control:
                 self._orders.put(message)
             if isinstance(message, Leave) and message.generation == self._generation:
                 self.left_at = time.monotonic()
+                self.tell(Heard(message.generation))
                 shut_links(self._store_port)

@@ -20,6 +20,7 @@ from benchmarks.failbench.messages import (
     Done,
     Failed,
     Form,
+    Heard,
     Leave,
     Left,
     LostPeer,
@@ -45,11 +46,21 @@ class RunFailed(RuntimeError):
 
 @dataclass
 class _Seated:
-    """A living member as the coordinator sees it."""
+    """A member as the coordinator sees it.
+
+    Args:
+        process: Its process.
+        connection: To it.
+        ready: When it had started.
+        struck: Whether a fault has struck it.
+        silent: Whether its end of the connection is closed.
+    """
 
     process: Any
     connection: Connection
     ready: float | None = None
+    struck: bool = False
+    silent: bool = False
 
 
 @dataclass
@@ -83,6 +94,7 @@ class Coordinator:
         self._members: tuple[int, ...] = ()
         self._generation = -1
         self._left: dict[int, Left] = {}
+        self._heard: set[int] = set()
         self._warned: set[int] = set()
         self._unconfirmed: set[int] = set()
         self._deadline = 0.0
@@ -100,7 +112,7 @@ class Coordinator:
                 self._look()
                 if self._left and not self._recover():
                     break
-            self.timeline.world_after = len(self._alive(self._members))
+            self.timeline.world_after = len(self.timeline.done or self._seats)
         finally:
             self._end()
         return self.timeline
@@ -113,7 +125,9 @@ class Coordinator:
         self.timeline.began = time.monotonic()
 
     def _unfinished(self) -> bool:
-        return any(member not in self.timeline.done for member in self._alive(self._members))
+        """Whether anybody still trains; who hangs, and whose peers go on without it, does not."""
+        training = [member for member in self._alive(self._members) if not self._seats[member].struck]
+        return any(member not in self.timeline.done for member in training)
 
     def _spawn(self, members: Iterable[int]) -> None:
         for member in members:
@@ -160,6 +174,7 @@ class Coordinator:
         recovery = Recovery(lost, dict(self._left))
         self.timeline.recoveries.append(recovery)
         self._left = {}
+        self._heard = set()
         for member in lost:
             self._bury(member)
         if not self._mechanism.recovers:
@@ -168,9 +183,15 @@ class Coordinator:
         return True
 
     def _await_survivors(self) -> None:
-        """Until all living members have left; who does not answer is hung, and is killed."""
-        until = time.monotonic() + self.preset.answer_s
-        while time.monotonic() < until and any(member not in self._left for member in self._alive(self._seats)):
+        """Until all living members have left. Who does not answer hangs, and is killed.
+
+        A member that answers may wait for a peer in the store, where only the groups' timeout ends its wait.
+        """
+        answer = time.monotonic() + self.preset.answer_s
+        leave = answer + self.preset.detect_timeout_s
+        while waiting := [member for member in self._alive(self._seats) if member not in self._left]:
+            if time.monotonic() > (leave if self._heard.issuperset(waiting) else answer):
+                break
             self._look()
         settled = time.monotonic() + _SETTLE_S
         while time.monotonic() < settled:
@@ -192,10 +213,11 @@ class Coordinator:
         self._form(living, reports)
 
     def _bury(self, member: int) -> None:
-        seated = self._seats.pop(member)
+        seated = self._seats[member]
         seated.process.join(self.preset.answer_s)
         self._drain(member, seated)
         seated.connection.close()
+        del self._seats[member]
 
     def _drain(self, member: int, seated: _Seated) -> None:
         """What a member had said before it was lost."""
@@ -219,24 +241,29 @@ class Coordinator:
         """
         if time.monotonic() > self._deadline:
             raise RunFailed(f"not over within {self.preset.deadline_s:g} s; done: {sorted(self.timeline.done)}")
-        by_connection = {seated.connection: member for member, seated in self._seats.items() if self._is_alive(member)}
+        by_connection = {seated.connection: member for member, seated in self._seats.items() if not seated.silent}
         if not by_connection:
             raise RunFailed("no member is left")
         for connection in wait(list(by_connection), patience):
+            member = by_connection[connection]  # type: ignore[index]
             try:
                 message = connection.recv()  # type: ignore[union-attr]
             except (EOFError, OSError):
-                self._seats[by_connection[connection]].process.join(patience)  # type: ignore[index]
+                self._seats[member].silent = True
+                self._seats[member].process.join(patience)
                 continue
-            self._hear(by_connection[connection], message)  # type: ignore[index]
+            self._hear(member, message)
 
     def _hear(self, member: int, message: Any) -> None:
         if isinstance(message, Ready):
             self._seats[member].ready = message.at
         elif isinstance(message, Striking):
             self.timeline.strikes[member] = message
+            self._seats[member].struck = True
         elif isinstance(message, Left) and message.generation == self._generation:
             self._left[member] = message
+        elif isinstance(message, Heard) and message.generation == self._generation:
+            self._heard.add(member)
         elif isinstance(message, LostPeer):
             self.timeline.lost_peers.append(message)
         elif isinstance(message, Done):

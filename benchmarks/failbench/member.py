@@ -155,16 +155,17 @@ class Member:
         )
         mechanism.attach(architecture)
         formed = time.monotonic()
-        reason, fresh = "", False
+        reason, fresh, restored = "", False, formed
         if form.reports:
             plan = mechanism.plan(self._architecture, form.members, form.reports)
             reason, fresh = plan.reason, plan.fresh
             if not fresh:
                 mechanism.restore(plan)
             architecture.synchronize()
+            restored = time.monotonic()
             mechanism.protect()
         step = architecture.state().step
-        self._control.tell(Restored(form.generation, formed, time.monotonic(), step, reason, fresh))
+        self._control.tell(Restored(form.generation, formed, restored, step, reason, fresh))
         return architecture
 
     def _batch(self) -> int:

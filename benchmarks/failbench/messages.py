@@ -71,6 +71,13 @@ class Confirmed:
 
 
 @dataclass(frozen=True)
+class Heard:
+    """From a member: it has received the order to leave, and lives."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Striking:
     """From a victim, right before it: its fault strikes."""
 

@@ -9,10 +9,14 @@ from torch import Tensor, nn
 
 CLASSES = 10
 _EXPANSION = 4
+_LARGE = 64  # pixels
 
 
 class Bottleneck(nn.Module):
-    """ResNet's block with three convolutions. Norms are over groups of channels: what batch norms count differs between ranks."""
+    """ResNet's block with three convolutions.
+
+    Norms are over groups of channels: what batch norms keep of their batches would differ from replica to replica.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -36,14 +40,19 @@ def _norm(channels: int) -> nn.Module:
 class ResNet(nn.Sequential):
     """A ResNet; channels (256, 512, 1024, 2048) with blocks (3, 4, 6, 3) are ResNet-50's.
 
+    Its first layers make images of 64 pixels and more a quarter as wide and high, as ResNet-50's do.
+
     Args:
+        image: Height and width of the images.
         channels: Of each stage.
         blocks: Of each stage.
     """
 
-    def __init__(self, channels: Sequence[int], blocks: Sequence[int]) -> None:
-        stem = channels[0] // _EXPANSION
-        layers: list[nn.Module] = [nn.Conv2d(3, stem, 3, 1, 1, bias=False), _norm(stem), nn.ReLU()]
+    def __init__(self, image: int, channels: Sequence[int], blocks: Sequence[int]) -> None:
+        stem, large = channels[0] // _EXPANSION, image >= _LARGE
+        first = nn.Conv2d(3, stem, 7, 2, 3, bias=False) if large else nn.Conv2d(3, stem, 3, 1, 1, bias=False)
+        layers: list[nn.Module] = [first, _norm(stem), nn.ReLU()]
+        layers += [nn.MaxPool2d(3, 2, 1)] if large else []
         inputs = stem
         for stage, (outputs, count) in enumerate(zip(channels, blocks, strict=True)):
             for block in range(count):

@@ -60,31 +60,82 @@ class Preset:
     def __post_init__(self) -> None:
         last = self.fault_steps[1] + 2 * self.spacing
         if last >= self.steps:
-            raise ValueError(f"the last fault of a cascade would strike at step {last}, after the end at {self.steps} steps")
+            raise ValueError(
+                f"the last fault of a cascade would strike at step {last}, after the end at {self.steps} steps"
+            )
         if self.layers < self.ranks:
             raise ValueError(f"layers={self.layers} must be at least ranks={self.ranks}: each pipeline stage needs one")
 
 
-PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset(
-            name="tiny", steps=36, warm_up=3, interval=5, batch=4, features_batch=16, image=8, channels=(32, 64), blocks=(1, 1),
-            layers=8, tensor_layers=2, width=48, micro_batches=4, fault_steps=(8, 13), spacing=8, offset_s=0.003, warning_s=0.4,
-            detect_timeout_s=4.0, answer_s=2.0, deadline_s=90.0,
-        ),
-        Preset(
-            name="cpu", steps=150, warm_up=10, interval=20, batch=8, features_batch=64, image=16, channels=(32, 64, 128), blocks=(1, 1, 1),
-            layers=8, tensor_layers=4, width=256, micro_batches=8, fault_steps=(50, 70), spacing=30, offset_s=0.02, warning_s=1.0,
-            detect_timeout_s=10.0, answer_s=4.0, deadline_s=600.0,
-        ),
-        Preset(
-            name="paper", steps=2000, warm_up=50, interval=100, batch=32, features_batch=256, image=224, channels=(256, 512, 1024, 2048),
-            blocks=(3, 4, 6, 3), layers=16, tensor_layers=16, width=4608, micro_batches=8, fault_steps=(270, 1070), spacing=270, offset_s=0.1,
-            warning_s=2.0, detect_timeout_s=600.0, answer_s=30.0, deadline_s=14400.0,
-        ),
-    )
-}  # fmt: skip
+_ALL = (
+    Preset(
+        name="tiny",
+        steps=36,
+        warm_up=3,
+        interval=5,
+        batch=4,
+        features_batch=16,
+        image=8,
+        channels=(32, 64),
+        blocks=(1, 1),
+        layers=8,
+        tensor_layers=2,
+        width=48,
+        micro_batches=4,
+        fault_steps=(8, 13),
+        spacing=8,
+        offset_s=0.003,
+        warning_s=0.4,
+        detect_timeout_s=4.0,
+        answer_s=2.0,
+        deadline_s=90.0,
+    ),
+    Preset(
+        name="cpu",
+        steps=150,
+        warm_up=10,
+        interval=20,
+        batch=8,
+        features_batch=64,
+        image=16,
+        channels=(32, 64, 128),
+        blocks=(1, 1, 1),
+        layers=8,
+        tensor_layers=4,
+        width=256,
+        micro_batches=8,
+        fault_steps=(50, 70),
+        spacing=30,
+        offset_s=0.02,
+        warning_s=1.0,
+        detect_timeout_s=10.0,
+        answer_s=4.0,
+        deadline_s=600.0,
+    ),
+    Preset(
+        name="paper",
+        steps=2000,
+        warm_up=50,
+        interval=100,
+        batch=32,
+        features_batch=256,
+        image=224,
+        channels=(256, 512, 1024, 2048),
+        blocks=(3, 4, 6, 3),
+        layers=16,
+        tensor_layers=16,
+        width=4608,
+        micro_batches=8,
+        fault_steps=(270, 1070),
+        spacing=270,
+        offset_s=0.1,
+        warning_s=2.0,
+        detect_timeout_s=600.0,
+        answer_s=30.0,
+        deadline_s=14400.0,
+    ),
+)
+PRESETS = {one.name: one for one in _ALL}
 
 
 def preset(name: str) -> Preset:

@@ -36,7 +36,8 @@ def measure(
         preset: Sizes, or the name of a preset.
         seed: Of weights, data and schedule.
         detect_timeout_s: What process groups wait for a silent peer, seconds; None for the preset's.
-        folder: Where checkpoints go, in a folder of their own that is removed afterwards; None for the system's temporary one.
+        folder: Where checkpoints go, in a folder of their own that is removed afterwards; None for the system's
+            temporary one.
 
     Returns:
         The record. A run that came to no proper end is one, too: ``outcome`` is ``failed``.

@@ -22,12 +22,12 @@ def schedule(trace: str, *, seed: int, preset: Preset, warned: bool = False) -> 
     Raises:
         ValueError: if there is no such trace.
     """
+    if trace == "none":
+        return ()
     draw = random.Random(f"failbench {trace} {seed}")
     step = draw.randint(*preset.fault_steps)
     rank = draw.randrange(1, preset.ranks - 2)
     warning = preset.warning_s if warned or trace == "preempt" else 0.0
-    if trace == "none":
-        return ()
     if trace == "hang":
         return (InjectedFault(kind="hang", rank=rank, step=step),)
     if trace == "preempt":

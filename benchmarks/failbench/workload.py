@@ -90,16 +90,16 @@ class Workload:
 
 
 class Images(Workload):
-    """The ResNet, on random images whose class is a linear function of them."""
+    """The ResNet, on images that are their class's image in noise."""
 
     def _model(self) -> nn.Module:
-        return ResNet(self.preset.channels, self.preset.blocks)
+        return ResNet(self.preset.image, self.preset.channels, self.preset.blocks)
 
     def _samples(self, draw: torch.Generator) -> tuple[Tensor, Tensor]:
         side = self.preset.image
-        images = torch.randn(_SAMPLES, 3, side, side, generator=draw)
-        weights = torch.randn(3 * side * side, CLASSES, generator=draw)
-        return images, (images.flatten(1) @ weights).argmax(1)
+        classes = torch.randint(CLASSES, (_SAMPLES,), generator=draw)
+        images = torch.randn(CLASSES, 3, side, side, generator=draw)[classes]
+        return images + torch.randn(images.shape, generator=draw), classes
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs, targets, reduction="sum")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -45,6 +44,7 @@ class World:
         Raises:
             RuntimeError: if not all members come in time.
         """
+        self._store = store
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore(f"generation {self.generation}", store),
@@ -53,9 +53,40 @@ class World:
             timeout=timedelta(seconds=self.timeout_s),
         )
 
-    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group of some ranks, to be called by these alone."""
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s), use_local_synchronization=True)
+    def link(self, peer: int) -> Link:
+        """A connection with another rank that is apart from all groups; that rank has to ask for it, too."""
+        low, high = sorted((self.rank, peer))
+        store = dist.PrefixStore(f"generation {self.generation} link {low} {high}", self._store)
+        timeout = timedelta(seconds=self.timeout_s)
+        # Not new_group(): with local synchronization that needs both to have made the same number of groups before
+        return Link(dist.ProcessGroupGloo(store, int(self.rank > peer), 2, timeout), int(self.rank < peer))
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection with one other rank.
+
+    Args:
+        group: Of the two.
+        peer: The other one's rank in it.
+    """
+
+    group: dist.ProcessGroupGloo
+    peer: int
+
+    def send(self, tensor: Tensor) -> None:
+        """Raises RuntimeError if the other one is lost."""
+        self.group.send([tensor], self.peer, 0).wait()
+
+    def receive(self, tensor: Tensor) -> None:
+        """Raises RuntimeError if the other one is lost, or silent for too long."""
+        self.group.recv([tensor], self.peer, 0).wait()
+
+    def swap(self, outgoing: Tensor, incoming: Tensor) -> None:
+        """Send and receive at the same time."""
+        sent = self.group.send([outgoing], self.peer, 0)
+        self.receive(incoming)
+        sent.wait()
 
 
 def leave_groups() -> None:
@@ -81,10 +112,10 @@ def shut_links(spared_port: int) -> None:
             continue  # not connected, or closed since the listing
 
 
-def swap(outgoing: Tensor, incoming: Tensor, *, to: int, source: int, group: dist.ProcessGroup | None = None) -> None:
+def swap(outgoing: Tensor, incoming: Tensor, *, to: int, source: int) -> None:
     """Send to one rank and receive from another, at the same time."""
-    sent = dist.isend(outgoing, to, group=group)
-    dist.recv(incoming, source, group=group)
+    sent = dist.isend(outgoing, to)
+    dist.recv(incoming, source)
     sent.wait()
 
 

@@ -41,7 +41,13 @@ class Architecture(ABC):
     """Shards that :meth:`synchronize` makes from others, so that nobody needs to hold them."""
 
     def __init__(
-        self, world: World, preset: Preset, seed: int, *, batch: int | None = None, on_loss: Callable[[int], None] | None = None
+        self,
+        world: World,
+        preset: Preset,
+        seed: int,
+        *,
+        batch: int | None = None,
+        on_loss: Callable[[int], None] | None = None,
     ) -> None:
         self.world = world
         self.preset = preset
@@ -56,7 +62,9 @@ class Architecture(ABC):
         self.build()
         # On the parts that this rank holds: DTensors would cost more than the step itself
         self._held = {name: nn.Parameter(_local(one)) for name, one in self.model.named_parameters()}
-        self._optimizer = torch.optim.SGD(self._held.values(), lr=preset.learning_rate, momentum=_MOMENTUM, foreach=False)
+        self._optimizer = torch.optim.SGD(
+            self._held.values(), lr=preset.learning_rate, momentum=_MOMENTUM, foreach=False
+        )
         for parameter in self._held.values():
             self._optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         torch.manual_seed(1000 * (seed + 1) + self.share)

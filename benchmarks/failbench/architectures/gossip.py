@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.failbench.architectures.architecture import Architecture
-from benchmarks.failbench.world import swap
 
 _ROUNDS = 3
 
@@ -15,7 +14,7 @@ _ROUNDS = 3
 class Gossip(Architecture):
     """Each rank steps alone, and then averages its parameters with one neighbour: another one in each of three rounds.
 
-    Each pair has a group of its own, so that a lost rank takes down its own edges only.
+    Each pair has a link of its own, so that a lost rank takes down its own edges only.
     """
 
     degrades = True
@@ -29,8 +28,8 @@ class Gossip(Architecture):
         self.model = self.task.model()
         rank, size = self.world.rank, self.world.size
         self._partners = [partner(rank, turn, size) for turn in range(_ROUNDS)]
-        # By turns, so that both ends of an edge make their groups in the same order
-        self._edges = {one: self.world.subgroup(sorted((rank, one))) for one in self._partners if one is not None}
+        # By turns, so that both ends of an edge ask for it at the same time
+        self._edges = {one: self.world.link(one) for one in self._partners if one is not None}
 
     def step(self) -> float:
         inputs, targets = self.take()
@@ -42,12 +41,12 @@ class Gossip(Architecture):
         return loss.item()
 
     def _average(self, neighbour: int | None) -> None:
-        if neighbour not in self._edges:
+        if neighbour is None or neighbour not in self._edges:
             return
         own = self.flat_parameters()
         theirs = torch.empty_like(own)
         try:
-            swap(own, theirs, to=neighbour, source=neighbour, group=self._edges[neighbour])
+            self._edges[neighbour].swap(own, theirs)
         except RuntimeError:
             if self.on_loss is None:
                 raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
@@ -85,88 +84,94 @@ class ParameterServer(Architecture):
 class AsyncParameterServer(ParameterServer):
     """A1-async: the server steps with each gradient as it comes, and no worker waits for another one.
 
-    Each worker has a group of its own with the server, which goes on without those whose group fails. A step of the
-    server is as many gradients as there are workers.
+    Each worker has a link of its own to the server, which goes on without those whose link fails. A step of the server
+    is as many gradients as there are workers.
     """
 
     degrades = True
 
     def build(self) -> None:
         super().build()
-        links = [worker for worker in self.workers if self.serves or worker == self.world.rank]
-        self._groups = {worker: self.world.subgroup([_SERVER, worker]) for worker in links}
-        self._steps_left = dict.fromkeys(links, self.preset.steps)
+        if not self.serves:
+            self._link = self.world.link(_SERVER)
+            return
+        self._links = {worker: self.world.link(worker) for worker in self.workers}
+        self._to_come: dict[int, int] = {}
         self._arrivals: queue.Queue[tuple[int, Tensor | RuntimeError]] = queue.Queue()
-        self._listeners: dict[int, threading.Thread] = {}
 
     def step(self) -> float:
         if self.serves:
-            return self._serve(len(self._steps_left))
-        group = self._groups[self.world.rank]
-        # One of the shares' worth of the batch, so that a step goes as far as one of the synchronous server
+            return self._serve()
+        # Like the synchronous one's, gradients are of the mean over the batch of all: a round of them goes as far
         loss = self.backward()
-        dist.send(self.flat_gradients(loss), _SERVER, group=group)
+        self._link.send(self.flat_gradients(loss))
         parameters = self.flat_parameters()
-        dist.recv(parameters, _SERVER, group=group)
+        self._link.receive(parameters)
         self.set_parameters(parameters)
         return loss
 
     def finish(self) -> None:
         """Serve those that are behind."""
-        while self.serves and self._steps_left:
-            self._serve(1)
+        while self.serves and self._to_come:
+            self._serve()
 
-    def _serve(self, count: int) -> float:
-        """Take so many gradients; fewer if no worker has any left."""
+    def _serve(self) -> float:
+        """Take a gradient for each worker that is left, whichever they come from.
+
+        Returns:
+            The mean loss over their samples.
+        """
         self.skip()
+        if self._committed < self.preset.steps and not self._to_come:
+            self._listen_to_all()
         losses: list[float] = []
-        while len(losses) < count and self._steps_left:
+        while self._to_come and len(losses) < len(self._to_come):
             worker, arrived = self._next()
             if isinstance(arrived, RuntimeError):
                 self._lose(worker, arrived)
-                count -= 1
             else:
                 losses.append(self.apply(arrived))
                 self._answer(worker)
-        return sum(losses) * self.shares / len(losses) if losses else float("nan")
+        return sum(losses) * self.shares / max(1, len(losses))
 
-    def _next(self) -> tuple[int, Tensor | RuntimeError]:
-        """A worker's gradient, or the error of its group.
+    def _listen_to_all(self) -> None:
+        self._to_come = dict.fromkeys(self._links, self.preset.steps - self._committed)
+        for worker, count in self._to_come.items():
+            threading.Thread(target=self._listen, args=(worker, count), daemon=True).start()
 
-        Raises:
-            RuntimeError: if none comes in time.
-        """
-        for worker in self._steps_left:
-            if worker not in self._listeners:
-                self._listeners[worker] = threading.Thread(target=self._listen, args=(worker,), daemon=True)
-                self._listeners[worker].start()
-        until = time.monotonic() + 2 * self.world.timeout_s  # each listener has an error before
+    def _listen(self, worker: int, count: int) -> None:
+        """Receive so many gradients from one worker; in a thread of its own."""
         try:
-            return self._arrivals.get(timeout=until - time.monotonic())
-        except queue.Empty as error:
-            raise RuntimeError("no worker was heard of in time") from error
-
-    def _listen(self, worker: int) -> None:
-        """Receive from one worker, to its last step; in a thread of its own."""
-        try:
-            for _ in range(self.preset.steps):
+            for _ in range(count):
                 incoming = torch.empty(sum(self._sizes()) + 1)
-                dist.recv(incoming, worker, group=self._groups[worker])
+                self._links[worker].receive(incoming)
                 self._arrivals.put((worker, incoming))
         except RuntimeError as error:
             self._arrivals.put((worker, error))
 
-    def _answer(self, worker: int) -> None:
-        self._steps_left[worker] -= 1
-        if not self._steps_left[worker]:
-            del self._steps_left[worker]
+    def _next(self) -> tuple[int, Tensor | RuntimeError]:
+        """A worker's gradient, or the error of its link.
+
+        Raises:
+            RuntimeError: if none comes in time.
+        """
         try:
-            dist.send(self.flat_parameters(), worker, group=self._groups[worker])
+            return self._arrivals.get(timeout=2 * self.world.timeout_s)  # each link has an error before
+        except queue.Empty as error:
+            raise RuntimeError("no worker was heard of in time") from error
+
+    def _answer(self, worker: int) -> None:
+        try:
+            self._links[worker].send(self.flat_parameters())
         except RuntimeError:
-            return  # its listener has the same error
+            return  # its listener has the same error, unless that was its last gradient
+        finally:
+            self._to_come[worker] -= 1
+            if not self._to_come[worker]:
+                del self._to_come[worker]
 
     def _lose(self, worker: int, error: RuntimeError) -> None:
         if self.on_loss is None:
             raise error
-        if self._steps_left.pop(worker, None) is not None:
+        if self._to_come.pop(worker, None) is not None:
             self.on_loss(worker)

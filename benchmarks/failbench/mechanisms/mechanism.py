@@ -96,7 +96,7 @@ class Mechanism(ABC):
         """Carry a plan out that is not ``fresh``; with all ranks."""
 
     def hold(self, victims: Sequence[int]) -> None:
-        """After a save upon a warning, with all ranks: wait for the fault, since what is trained until then would be lost.
+        """After a save upon a warning, with all ranks: wait for the fault; what is trained until then would be lost.
 
         Args:
             victims: Members that will fail.

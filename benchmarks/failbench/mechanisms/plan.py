@@ -16,6 +16,7 @@ class Report:
         shard: Which part of the training state that is.
         snapshots: Steps of the snapshots in its memory, by the member whose they are.
         saved: Steps of which it has found complete checkpoints on disk.
+        phase: Where it stood in its step, for a mechanism to which that matters.
     """
 
     member: int
@@ -23,6 +24,7 @@ class Report:
     shard: str
     snapshots: Mapping[int, Sequence[int]] = field(default_factory=dict)
     saved: Sequence[int] = ()
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Plan:
         step: Steps that training will have behind it.
         sources: For each member whose state comes from a survivor's memory, that survivor.
         steps: For each member the step of the snapshot that it restores, if there are snapshots.
+        witness: The survivor that tells what no replica holds, if the mechanism has one.
         reason: Why not as the mechanism is meant to; empty if so.
         fresh: Training begins again with its first weights.
     """
@@ -40,6 +43,7 @@ class Plan:
     step: int
     sources: Mapping[int, int] = field(default_factory=dict)
     steps: Mapping[int, int] = field(default_factory=dict)
+    witness: int = -1
     reason: str = ""
     fresh: bool = False
 
