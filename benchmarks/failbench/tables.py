@@ -28,8 +28,8 @@ _MARKS = {
 _NOT_RUN = (".", "dim")
 _KINDS = {Kind.VIABLE: ("V", "green"), Kind.DEGENERATE: ("=", "dim"), Kind.INFEASIBLE: ("-", "yellow")}
 _KEY = (
-    "R recovered (r: from scratch), C continued by itself, U undisturbed, H halted, X failed, - infeasible, = degenerate, . not run; one"
-    " mark for each of {traces}."
+    "R recovered (r: from scratch), C continued by itself, U undisturbed, H halted, X failed, - infeasible,"
+    " = degenerate, . not run; one mark for each of {traces}."
 )
 _TIMES = ("save", "detect", "restore", "reform", "respawn", "recover")
 _EVIDENCE = {Evidence.MEASURED: "m", Evidence.ANALYTIC: "a", Evidence.INFEASIBLE: "-"}
