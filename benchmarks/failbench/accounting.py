@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from benchmarks.failbench.cell import NO_MECHANISM
@@ -14,7 +14,13 @@ from benchmarks.failbench.timeline import Recovery, Timeline
 
 
 def account(
-    blank: Record, timeline: Timeline, faults: Sequence[InjectedFault], preset: Preset, *, degrades: bool
+    blank: Record,
+    timeline: Timeline,
+    faults: Sequence[InjectedFault],
+    preset: Preset,
+    *,
+    degrades: bool,
+    contributors: Callable[[int], int],
 ) -> Record:
     """Fill in a record.
 
@@ -24,6 +30,7 @@ def account(
         faults: The schedule.
         preset: Sizes.
         degrades: Whether the architecture goes on natively.
+        contributors: How many ranks of so many take samples.
     """
     log = timeline.log
     first, last = _struck(timeline), _resumed(timeline)
@@ -53,7 +60,7 @@ def account(
         lost_steps=len(rerun) if faults else None,
         lost_seconds=sum(one.end - one.begin for one in rerun) if faults else None,
         throughput_before=_throughput(before),
-        throughput_after=_throughput(after),
+        throughput_after=_throughput(after, left=_left(timeline, preset, contributors)),
         losses=tuple(committed[step].loss for step in sorted(committed)),
         weights_sha256=_together([timeline.done[member].weights_sha256 for member in complete]) if complete else None,
         world_after=timeline.world_after or None,
@@ -167,10 +174,20 @@ def _repeated(timeline: Timeline, log: Sequence[StepLog]) -> list[StepLog]:
     return [one for one in log if one.begin < latest[one.step]]
 
 
-def _throughput(steps: Sequence[StepLog]) -> float | None:
-    """Samples a second."""
+def _throughput(steps: Sequence[StepLog], *, left: float = 1.0) -> float | None:
+    """Samples a second.
+
+    Args:
+        steps: Whose samples are those of all ranks that there were when the groups were formed.
+        left: Share of these samples whose ranks are left.
+    """
     took = sum(one.end - one.begin for one in steps)
-    return sum(one.samples for one in steps) / took if took else None
+    return left * sum(one.samples for one in steps) / took if took else None
+
+
+def _left(timeline: Timeline, preset: Preset, contributors: Callable[[int], int]) -> float:
+    """Share of the samples that is still taken where training goes on without its lost ranks."""
+    return contributors(timeline.world_after) / contributors(preset.ranks) if timeline.lost_peers else 1.0
 
 
 def _reported_bytes(timeline: Timeline) -> int | None:

@@ -72,7 +72,9 @@ def measure(
         blank = replace(blank, reason=str(error))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)  # a member that was killed may have left anything
-    return account(blank, run.timeline, faults, sizes, degrades=architecture.degrades)
+    return account(
+        blank, run.timeline, faults, sizes, degrades=architecture.degrades, contributors=architecture.contributors
+    )
 
 
 def _versions() -> dict[str, str]:

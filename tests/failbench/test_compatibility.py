@@ -69,3 +69,10 @@ def test_an_unknown_name_is_told_the_known_ones() -> None:
         registry.architecture("A9")
     with pytest.raises(ValueError, match="no mechanism 'FT0'; there are FT1"):
         registry.mechanism("FT0")
+
+
+@pytest.mark.parametrize("mechanism", registry.packaged(registry.MECHANISMS))
+@pytest.mark.parametrize("architecture", registry.packaged(registry.ARCHITECTURES))
+def test_the_classes_are_those_of_the_code(architecture: str, mechanism: str) -> None:
+    why = registry.mechanism(mechanism).why_not(registry.architecture(architecture))
+    assert (here(architecture, mechanism).kind is Kind.INFEASIBLE) == (why is not None), why
