@@ -72,6 +72,8 @@ def _judged(record: Record, timeline: Timeline, degrades: bool) -> Record:
     """With its outcome."""
     if record.reason:  # a run that failed
         return record
+    if record.faults and not timeline.strikes:
+        return replace(record, reason="no fault struck")
     missed = [fault.rank for fault in record.faults if fault.actual_s is None]
     notes = [
         one
@@ -87,6 +89,8 @@ def _judged(record: Record, timeline: Timeline, degrades: bool) -> Record:
     if record.cell.mechanism == NO_MECHANISM and not degrades:
         halted = bool(timeline.recoveries) and not timeline.done
         return replace(record, outcome=Outcome.HALTED if halted else Outcome.FAILED, reason=reason)
+    if not timeline.recoveries and not degrades:
+        return replace(record, reason="nobody noticed the fault")
     if not timeline.recoveries:
         return replace(record, outcome=Outcome.CONTINUED, reason=reason)
     return replace(record, outcome=Outcome.RECOVERED, reason=reason)

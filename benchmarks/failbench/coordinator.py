@@ -284,7 +284,7 @@ class Coordinator:
         if victims <= self._warned:
             everybody = self._alive(self._seats)
             self._unconfirmed = set(everybody)
-            self._tell(everybody, Warn(tuple(sorted(victims)), message.step + 1))
+            self._tell(everybody, Warn(tuple(sorted(victims)), message.step + self._architecture.skew))
 
     def _confirm(self, member: int) -> None:
         self._unconfirmed.discard(member)

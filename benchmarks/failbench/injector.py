@@ -24,6 +24,7 @@ class Injector:
     Args:
         faults: The whole schedule.
         member: This process.
+        last_step: In which a fault strikes at the latest, due or not.
         offset_s: How far into its step a fault strikes, seconds.
         store: Where victims meet.
         announce: Sends a message out of this process.
@@ -34,6 +35,7 @@ class Injector:
         faults: Sequence[InjectedFault],
         *,
         member: int,
+        last_step: int,
         offset_s: float,
         store: dist.Store,
         announce: Callable[[Striking], None],
@@ -44,6 +46,8 @@ class Injector:
         self._store = store
         self._announce = announce
         self._warned = False
+        self._last_step = last_step
+        self._hurry = threading.Event()
         signal.signal(signal.SIGUSR1, self._on_warning)
 
     def at(self, step: int) -> bool:
@@ -59,6 +63,8 @@ class Injector:
             threading.Thread(target=self._strike, args=(fault, due), daemon=True).start()
             if fault.warning_s:
                 os.kill(os.getpid(), signal.SIGUSR1)  # runs the handler before the next line
+        if step >= self._last_step:
+            self._hurry.set()
         return self._warned
 
     def _on_warning(self, *_: object) -> None:
@@ -72,6 +78,6 @@ class Injector:
         return float(self._store.get(f"{key} due"))
 
     def _strike(self, fault: InjectedFault, due: float) -> None:
-        time.sleep(max(0.0, due - time.monotonic()))
+        self._hurry.wait(max(0.0, due - time.monotonic()))
         self._announce(Striking(due, time.monotonic()))
         os.kill(os.getpid(), _SIGNALS[fault.kind])

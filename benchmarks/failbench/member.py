@@ -86,7 +86,12 @@ class Member:
         self._mechanism = mechanism(member=seat.member, interval=seat.preset.interval, folder=seat.folder)
         self._store = dist.TCPStore("127.0.0.1", seat.store_port, is_master=False)
         self._injector = Injector(
-            seat.faults, member=seat.member, offset_s=seat.offset_s, store=self._store, announce=control.tell
+            seat.faults,
+            member=seat.member,
+            last_step=seat.preset.steps - 1,
+            offset_s=seat.offset_s,
+            store=self._store,
+            announce=control.tell,
         )
         self._log: list[StepLog] = []
         self._emergency: list[float] = []

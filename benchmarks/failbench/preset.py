@@ -85,9 +85,9 @@ _ALL = (
         fault_steps=(8, 13),
         spacing=8,
         offset_s=0.003,
-        warning_s=0.4,
+        warning_s=0.5,
         detect_timeout_s=4.0,
-        answer_s=2.0,
+        answer_s=3.0,
         deadline_s=90.0,
     ),
     Preset(

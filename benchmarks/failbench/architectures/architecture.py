@@ -37,6 +37,8 @@ class Architecture(ABC):
     """Whether it goes on by itself, without its lost ranks."""
     independent: ClassVar[bool] = False
     """Whether the states of two ranks may come from different steps."""
+    skew: ClassVar[int] = 1
+    """How many steps after a warned rank's current one all ranks can save at the same step: none has come further."""
     derived: ClassVar[frozenset[str]] = frozenset()
     """Shards that :meth:`synchronize` makes from others, so that nobody needs to hold them."""
 

@@ -19,6 +19,7 @@ class Gossip(Architecture):
 
     degrades = True
     independent = True
+    skew = 10  # ranks of a turn in common are three steps apart at the most, and three such stretches join any two
 
     @classmethod
     def shard(cls, rank: int, members: Sequence[int]) -> str:
@@ -29,7 +30,7 @@ class Gossip(Architecture):
         rank, size = self.world.rank, self.world.size
         self._partners = [partner(rank, turn, size) for turn in range(_ROUNDS)]
         # By turns, so that both ends of an edge ask for it at the same time
-        self._edges = {one: self.world.link(one) for one in self._partners if one is not None}
+        self._edges = {one: self.world.link(one) for one in dict.fromkeys(self._partners) if one is not None}
 
     def step(self) -> float:
         inputs, targets = self.take()
