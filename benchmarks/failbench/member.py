@@ -136,7 +136,6 @@ class Member:
                 self._control.tell(Warned(step))
                 self._control.await_proceed()
             loss = architecture.step()
-            architecture.commit(step + 1)
             done = time.monotonic()
             saved = mechanism.after_step(step + 1)
             end = time.monotonic()

@@ -101,6 +101,8 @@ class Architecture(ABC):
     def step(self) -> float:
         """Train on one batch; with all ranks.
 
+        The step is :meth:`update`: an error of communication must find it done, or not begun.
+
         Returns:
             The loss as rank 0 knows it, a mean over samples.
         """
@@ -167,7 +169,12 @@ class Architecture(ABC):
         self.roll_forward()
 
     def roll_forward(self) -> None:
-        """The optimizer's part of a step."""
+        """The optimizer's part of a step, and its commit."""
+        self.optimize()
+        self.commit(self._committed + 1)
+
+    def optimize(self) -> None:
+        """Apply the gradients."""
         for parameter, trained in zip(self._held.values(), self.model.parameters(), strict=True):
             parameter.grad = _local(trained.grad)
         self._optimizer.step()

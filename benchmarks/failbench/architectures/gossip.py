@@ -12,7 +12,7 @@ _ROUNDS = 3
 
 
 class Gossip(Architecture):
-    """Each rank steps alone, and then averages its parameters with one neighbour: another one in each of three rounds.
+    """Each rank averages its parameters with one neighbour, another one in each of three rounds, and then steps alone.
 
     Each pair has a link of its own, so that a lost rank takes down its own edges only.
     """
@@ -33,12 +33,12 @@ class Gossip(Architecture):
         self._edges = {one: self.world.link(one) for one in dict.fromkeys(self._partners) if one is not None}
 
     def step(self) -> float:
+        self._average(self._partners[self._committed % _ROUNDS])
         inputs, targets = self.take()
         self.model.zero_grad()
         loss = self.task.loss(self.model(inputs), targets) / len(inputs)
         loss.backward()
         self.update()
-        self._average(self._partners[self._committed % _ROUNDS])
         return loss.item()
 
     def _average(self, neighbour: int | None) -> None:

@@ -44,16 +44,18 @@ class ParameterServer(Architecture):
     def step(self) -> float:
         if self.serves:
             loss = self.apply(self._sum())
-        else:
-            loss = self.backward()
-            dist.send(self.flat_gradients(loss), _SERVER)
-            self.prepared()
+            self.synchronize()
+            return loss
+        loss = self.backward()
+        dist.send(self.flat_gradients(loss), _SERVER)
+        self.prepared()
         self.synchronize()
+        self.roll_forward()
         return loss
 
-    def roll_forward(self) -> None:
+    def optimize(self) -> None:
         if self.serves:
-            super().roll_forward()
+            super().optimize()
 
     def synchronize(self) -> None:
         """All workers take the server's parameters."""
@@ -101,14 +103,21 @@ class AsyncParameterServer(ParameterServer):
 
     def step(self) -> float:
         if self.serves:
-            return self._serve()
+            loss = self._serve()
+            self.commit(self._committed + 1)
+            return loss
         # Like the synchronous one's, gradients are of the mean over the batch of all: a round of them goes as far
         loss = self.backward()
         self._link.send(self.flat_gradients(loss))
         parameters = self.flat_parameters()
         self._link.receive(parameters)
         self.set_parameters(parameters)
+        self.commit(self._committed + 1)
         return loss
+
+    def roll_forward(self) -> None:
+        """Several gradients make a step of the server: they are committed together."""
+        self.optimize()
 
     def finish(self) -> None:
         """Serve those that are behind."""

@@ -71,16 +71,15 @@ class AccelPact(Survivors):
 
     def restore(self, plan: Plan) -> None:
         if self._before is not None and self._before.state().step < plan.step:
-            self._roll_forward(self._before, plan.step)
+            self._roll_forward(self._before)
         super().restore(plan)
         if plan.step:
             self._share_generators(plan)
 
-    def _roll_forward(self, before: Architecture, step: int) -> None:
+    def _roll_forward(self, before: Architecture) -> None:
         """Apply the complete gradients that this rank holds, for its peers have stepped."""
-        before.roll_forward()
         torch.set_rng_state(self._own)
-        before.commit(step)
+        before.roll_forward()
         self._held = before.state()
 
     def _share_generators(self, plan: Plan) -> None:
