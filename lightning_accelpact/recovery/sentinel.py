@@ -71,8 +71,18 @@ class Sentinel:
         with suppress(BrokenPipeError):
             os.write(self._farewell, _FAREWELL)
         os.close(self._farewell)
-        with suppress(ChildProcessError):  # somebody else has waited for it
-            os.waitpid(self._pid, 0)
+        with suppress(ChildProcessError, ProcessLookupError):  # somebody else has waited for it
+            self._await_end()
+
+    def _await_end(self) -> None:
+        """Wait for the sentinel's process, which ends by itself unless somebody has stopped it."""
+        end = os.pidfd_open(self._pid)
+        ended = select.poll()
+        ended.register(end, select.POLLIN)
+        if not ended.poll(_LAST_WORDS_S * 1000):
+            os.kill(self._pid, signal.SIGKILL)
+        os.close(end)
+        os.waitpid(self._pid, 0)
 
 
 def _stand_guard(watch: Watch, rank: int, farewell: int) -> None:
