@@ -92,11 +92,19 @@ class ControlPlane:
         """Meet all ranks at the start.
 
         Raises:
-            RuntimeError: if one of them has another secret.
+            RuntimeError: if one of them has another secret, or has not come when the deadline has passed.
         """
         keys = [f"hello/{peer}" for peer in range(self.world_size)]
         self.settle(keys[self.rank], "hello")
-        self.store.wait(keys, self.deadline)
+        try:
+            self.store.wait(keys, self.deadline)
+        except dist.DistStoreError as error:
+            missing = [peer for peer, key in enumerate(keys) if not self.store.check([key])]
+            raise RuntimeError(
+                f"ranks {missing} of {self.world_size} have not come to the start within"
+                f" collective_timeout={self.deadline.total_seconds():g} s: look whether they were launched, and whether they"
+                f" reach rank 0's {self.endpoint.host}:{self.endpoint.port}"
+            ) from error
         limit = time.monotonic() + _GREETING_S
         while strangers := [rank for rank, key in enumerate(keys) if self._found(key) is None]:
             if time.monotonic() > limit:

@@ -120,17 +120,28 @@ def _announced(store: dist.Store, seal: Seal, deadline: timedelta) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket on the address of ``host`` alone, or on all if that address is not one of this machine's."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """A listening socket on the address of ``host`` alone, or on all if that address is not one of this machine's.
+
+    Raises:
+        OSError: names the address and what to do.
+    """
     try:
-        listener.bind(address)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))  # behind address translation
+        listener.listen(4096)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        listener.bind(("", port))  # behind address translation
-    listener.listen(4096)
+        raise OSError(
+            error.errno,
+            f"rank 0 cannot serve the control store on {host}:{port} ({error.strerror}): choose another MASTER_ADDR or"
+            " MASTER_PORT",
+        ) from error
     return listener
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -557,3 +558,23 @@ def test_a_vote_counted_twice_makes_up_for_no_other(endpoint: Endpoint, planes: 
     first.store.add("ballot/count", 1)  # as if it had been counted before the connection broke
     first.cast("ballot")
     assert [plane.tally("ballot") for plane in (first, second)] == [False, False]
+
+
+# -- a start that fails says why
+
+
+def test_ranks_that_do_not_come_to_the_start_are_named(planes: MakePlanes) -> None:
+    first, *_ = planes(deadline=SHORT)
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] of 3 have not come to the start within collective_timeout=0.2 s"):
+        first.greet()
+
+
+def test_an_address_that_is_taken_is_named(endpoint: Endpoint) -> None:
+    with socket.create_server((endpoint.host, endpoint.port)):
+        with pytest.raises(OSError, match=f"127.0.0.1:{endpoint.port} .*choose another MASTER_ADDR"):
+            endpoint.serve()
+
+
+def test_a_host_that_is_unknown_is_named(endpoint: Endpoint) -> None:
+    with pytest.raises(OSError, match="control store on nowhere.invalid:"):
+        replace(endpoint, host="nowhere.invalid").serve()
