@@ -9,9 +9,11 @@ replays begin in the same iteration, and what the loop does in between it does o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+import torch
 
 from accelerate_plugin.batches import Batches, Feed
 from lightning_accelpact.recovery.action import Decision, Phase
@@ -38,6 +40,7 @@ class Iterations:
         participants: Capture what an iteration changes besides gradients.
         drop_gradients: Clears every gradient.
         on_commit: Called when an update has been applied.
+        weights: Gives what nobody but the optimizer may write to.
     """
 
     def __init__(
@@ -48,12 +51,13 @@ class Iterations:
         *,
         drop_gradients: Callable[[], None],
         on_commit: Callable[[], None],
+        weights: Callable[[], Iterable[torch.Tensor]] = lambda: (),
     ) -> None:
         self._machine = machine
         self._counters = counters
         self._drop_gradients = drop_gradients
         self._on_commit = on_commit
-        self._batches = Batches(lambda: Snapshot.take(participants))
+        self._batches = Batches(lambda: Snapshot.take(participants), weights)
         self._obstacle = ""
         self._idle_until = (0, 0)  # frontier, and the iteration of its update that is the last idle one
         self._first_step = 0  # Accelerate's count when the update began

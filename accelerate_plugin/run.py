@@ -97,11 +97,16 @@ class AccelPact(UserRun):
         self.runtime.protect(self._protected)
         self.runtime.optimizers = lambda: self._optimizers
         machine, participants = self.runtime.machine, [*extra, *self._participants()]
-        self._window = Window(participants)
+        self._window = Window(participants, self._weights)
         self._update: UpdateRunner = self.runtime.update_runner(self._window, self._drop_gradients)
         redo_function = machine.on_redo
         self.iterations = Iterations(
-            machine, counters, participants, drop_gradients=self._drop_gradients, on_commit=self._committed
+            machine,
+            counters,
+            participants,
+            drop_gradients=self._drop_gradients,
+            on_commit=self._committed,
+            weights=self._weights,
         )
         machine.on_redo = lambda: (redo_function if self._update_runs else self.iterations.redo)()
         self._update_runs = False

@@ -117,7 +117,7 @@ class FabricHSDPStrategy(UserRun, ResilientHSDP, ModelParallelStrategy):
         self._prepare_run(goodput)
         self._optimizers: list[Optimizer] = []
         self._update: UpdateRunner | None = None
-        self._window = Window(self._participants())
+        self._window = Window(self._participants(), self._weights)
 
     # -- set-up
 

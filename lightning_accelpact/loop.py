@@ -22,7 +22,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_accelpact.participants import Attributes, LoggedValues, Metrics, modules_with_attributes
+from lightning_accelpact.participants import Attributes, LoggedValues, Metrics, Options, modules_with_attributes
+from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPoint
 from lightning_accelpact.recovery.machine import RepairMachine, UpdateAborted
@@ -56,7 +57,9 @@ class ResilientOptimization(_AutomaticOptimization):
         self._machine = machine
         self._drop_gradients = drop_gradients
         results = trainer.fit_loop.epoch_loop._results
-        self.window = Window([_Progress(self), *_participants(trainer, lambda: results)])
+        self.window = Window(
+            [_Progress(self), *_participants(trainer, lambda: results)], lambda: fsdp2.weights(trainer.lightning_module)
+        )
         self._running = False
         self._spent = 0.0  # seconds that the current update's finished attempts at micro-batches took
         self._attempt_began: float | None = None
@@ -212,8 +215,10 @@ class _Progress:
 def _participants(trainer: pl.Trainer, results: Callable[[], dict[str, Metric]]) -> list[Participant]:
     module = trainer.lightning_module
     callbacks = [callback for callback in trainer.callbacks if _acts_inside_an_update(callback)]
-    owners = [*modules_with_attributes(module), *callbacks]
-    return [LoggedValues(results), Metrics(module), Attributes(owners), Buffers(module), Modes(module)]
+    schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+    owners = [*modules_with_attributes(module), *callbacks, *schedulers]
+    options = Options(lambda: trainer.strategy.optimizers)
+    return [LoggedValues(results), Metrics(module), Attributes(owners), options, Buffers(module), Modes(module)]
 
 
 _INNER_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -308,7 +313,8 @@ class _ManualProgress:
 def manual_window(trainer: pl.Trainer) -> Window:
     """What an update of manual optimization changes besides gradients."""
     results = trainer.fit_loop.epoch_loop._results
-    return Window([_ManualProgress(trainer), *_participants(trainer, lambda: results)])
+    participants = [_ManualProgress(trainer), *_participants(trainer, lambda: results)]
+    return Window(participants, lambda: fsdp2.weights(trainer.lightning_module))
 
 
 def require_manual_choice(module: pl.LightningModule, choice: str) -> None:

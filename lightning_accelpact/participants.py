@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_accelpact.recovery.contents import refill
@@ -96,6 +97,28 @@ class Attributes:
                 vars(owner)[name] = _refilled(value, kept)
 
 
+class Options:
+    """The options of optimizers' parameter groups, such as the learning rate, which a hook may change.
+
+    Args:
+        optimizers: Gives the optimizers.
+    """
+
+    def __init__(self, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        self._optimizers = optimizers
+
+    def capture(self) -> list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]]:
+        groups = (group for optimizer in self._optimizers() for group in optimizer.param_groups)
+        return [
+            (group, {name: (value, _plain_copy(value)) for name, value in group.items() if name != "params"})
+            for group in groups
+        ]
+
+    def restore(self, state: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]]) -> None:
+        for group, options in state:
+            group.update({name: _refilled(value, kept) for name, (value, kept) in options.items()})
+
+
 _LIBRARIES = ("torch.", "lightning.pytorch.core.", "lightning.fabric.", "builtins", "typing", "abc")
 
 
@@ -134,13 +157,16 @@ def _plain_attributes(owner: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _plain_copy(value: Any) -> Any:
-    """A copy of a container with its containers, of a tensor or an array; anything else is itself. A generator becomes its
-    state, and a state the generator again."""
+    """A copy of a container with its containers, of a tensor or an array; anything else is itself.
+
+    A generator becomes its state, and a state the generator again.
+    """
     if isinstance(value, GeneratorState):
         return value.restore()
     if isinstance(value, dict):
         copied = copy.copy(value)
-        copied.update({key: _plain_copy(item) for key, item in value.items()})
+        for key, item in value.items():
+            copied[key] = _plain_copy(item)  # a Counter's update() would add
         return copied
     if isinstance(value, (list, set, deque)):
         copied = copy.copy(value)
@@ -149,13 +175,18 @@ def _plain_copy(value: Any) -> Any:
         return copied
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if type(value).__module__ == "numpy" and hasattr(value, "copy"):
+    if _is_array(value):
         return value.copy()
     return GeneratorState.of(value) or value
 
 
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
 def _refilled(value: Any, copied: Any) -> Any:
-    """The original container with its captured content; for a tensor likewise."""
+    """The original container with its captured content; for a tensor or an array likewise."""
     if isinstance(copied, GeneratorState):
         return copied.restore()
     if isinstance(value, (list, set, deque, dict)):
@@ -164,4 +195,7 @@ def _refilled(value: Any, copied: Any) -> Any:
     if isinstance(value, torch.Tensor):
         with torch.no_grad():
             return value.copy_(copied)
+    if _is_array(value):
+        value[...] = copied
+        return value
     return copied

@@ -22,8 +22,8 @@ from lightning_accelpact.goodput import (
 )
 from lightning_accelpact.goodput.metric import GoodputMetric
 from lightning_accelpact.metric_sync import MetricSync
-from lightning_accelpact.participants import Attributes, Metrics, modules_with_attributes
-from lightning_accelpact.recovery import ending
+from lightning_accelpact.participants import Attributes, Metrics, Options, modules_with_attributes
+from lightning_accelpact.recovery import ending, fsdp2
 from lightning_accelpact.recovery.generators import GeneratorState
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.runtime import HsdpRuntime
@@ -76,7 +76,12 @@ class UserRun:
     def _participants(self) -> list[Participant]:
         """Capture what a step changes besides gradients, in all that is protected by then."""
         root = self._protected
-        return [Metrics(root), Attributes(self._owners), Buffers(root), Modes(root)]
+        options = Options(lambda: self.runtime.optimizers())
+        return [Metrics(root), Attributes(self._owners), options, Buffers(root), Modes(root)]
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        """What the optimizers alone may write to."""
+        return fsdp2.weights(self._protected)
 
     # -- what others read
 

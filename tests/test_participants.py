@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_accelpact.participants import Attributes
+from lightning_accelpact.participants import Attributes, Options
 
 GENERATORS: dict[str, tuple[Any, Callable[[Any], float]]] = {
     "torch": (torch.Generator().manual_seed(1), lambda generator: torch.rand(1, generator=generator).item()),
@@ -39,3 +41,54 @@ def test_a_generator_without_a_state_is_left_alone() -> None:
     attributes = Attributes([owner])
     attributes.restore(attributes.capture())
     assert isinstance(owner.noise, random.SystemRandom)
+
+
+# -- containers and arrays
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "counter": (lambda: Counter(a=1, b=2), lambda counter: counter.update("ab")),
+    "ordered": (lambda: OrderedDict(a=1, b=2), lambda ordered: ordered.move_to_end("a")),
+    "nested": (lambda: {"losses": [1.0]}, lambda nested: nested["losses"].append(2.0)),
+    "queue": (lambda: deque([1, 2], maxlen=2), lambda queue: queue.append(3)),
+    "array": (lambda: np.ones(2), lambda array: array.__iadd__(1)),
+    "tensor": (lambda: torch.ones(2), lambda tensor: tensor.add_(1)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_a_step_has_changed_is_set_back_in_place_as_often_as_it_runs_again(name: str) -> None:
+    make, change = KEPT[name]
+    value = make()
+    owner = SimpleNamespace(value=value)
+    attributes = Attributes([owner])
+    state = attributes.capture()
+    for _ in range(2):
+        change(owner.value)
+        assert repr(owner.value) != repr(make())
+        attributes.restore(state)
+        assert owner.value is value
+        assert repr(owner.value) == repr(make())
+
+
+# -- options of optimizers
+
+
+def changed_options(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+    optimizer.param_groups[1]["lr"].mul_(0.5)
+
+
+def test_what_a_hook_has_changed_in_an_optimizers_options_is_set_back() -> None:
+    weights, rate = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], torch.tensor(0.2)
+    groups = [{"params": weights[:1], "lr": 0.1}, {"params": weights[1:], "lr": rate}]
+    optimizer = torch.optim.AdamW(groups)
+    options = Options(lambda: [optimizer])
+    before = copy.deepcopy([{**group, "params": []} for group in optimizer.param_groups])
+    state = options.capture()
+    for _ in range(2):
+        changed_options(optimizer)
+        options.restore(state)
+        assert [{**group, "params": []} for group in optimizer.param_groups] == before
+        assert optimizer.param_groups[1]["lr"] is rate
+    assert optimizer.param_groups[0]["params"][0] is weights[0]

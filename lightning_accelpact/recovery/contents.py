@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,9 @@ class Contents:
         """The contents as they are now.
 
         Args:
-            payload: Nested dictionaries, lists, sets, queues, tuples, dataclasses and objects that can be moved to a device
-                (``to``), which are what a loader makes batches of. Any other object counts as one that does not change.
+            payload: Nested dictionaries, lists, sets, queues, tuples, dataclasses and objects that can be moved to a
+                device (``to``), which are what a loader makes batches of. Any other object counts as one that does not
+                change.
         """
         parts: list[tuple[Any, Any]] = []
         versions: list[tuple[torch.Tensor, int]] = []
@@ -60,6 +61,22 @@ class Contents:
                 refill(part, content)
             else:
                 part[...] = content
+
+
+class Versions:
+    """How often each of some tensors had been written to at one moment.
+
+    Args:
+        tensors: They; none made in inference mode.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._versions = [(tensor, tensor._version) for tensor in tensors]
+
+    @property
+    def moved(self) -> bool:
+        """Whether one of them has been written to since."""
+        return any(tensor._version != version for tensor, version in self._versions)
 
 
 def refill(container: Any, content: Any) -> None:

@@ -102,8 +102,8 @@ class ControlPlane:
             missing = [peer for peer, key in enumerate(keys) if not self.store.check([key])]
             raise RuntimeError(
                 f"ranks {missing} of {self.world_size} have not come to the start within"
-                f" collective_timeout={self.deadline.total_seconds():g} s: look whether they were launched, and whether they"
-                f" reach rank 0's {self.endpoint.host}:{self.endpoint.port}"
+                f" collective_timeout={self.deadline.total_seconds():g} s: look whether they were launched, and whether"
+                f" they reach rank 0's {self.endpoint.host}:{self.endpoint.port}"
             ) from error
         limit = time.monotonic() + _GREETING_S
         while strangers := [rank for rank, key in enumerate(keys) if self._found(key) is None]:

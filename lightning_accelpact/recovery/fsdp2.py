@@ -131,6 +131,17 @@ def shards(root: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.to_local().detach() for parameter in sharded_parameters(root)]
 
 
+def weights(root: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Every sharded parameter and this rank's part of it; whoever writes to one of them moves its version.
+
+    Those that are registered with the modules will not do: inside a pass they may be the unsharded ones.
+    """
+    for group in param_groups(root):
+        for param in group.fsdp_params:
+            yield param.sharded_param
+            yield param.sharded_param._local_tensor
+
+
 def meshes(modules: Iterable[torch.nn.Module]) -> list[DeviceMesh]:
     """Every device mesh that these modules' FSDP states or sharded parameters name, each once."""
     found: dict[int, DeviceMesh] = {}

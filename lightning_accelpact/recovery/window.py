@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from lightning_accelpact.recovery.contents import Contents
+from lightning_accelpact.recovery.contents import Contents, Versions
 from lightning_accelpact.recovery.modules import walk
+
+WEIGHTS_WRITTEN = "a training step or hook wrote to the model's weights, which inside an update only optimizers may do"
 
 
 @dataclass(frozen=True)
@@ -70,22 +73,22 @@ class Buffers:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
 
-    def capture(self) -> list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]:
-        """(owner, name, the buffer itself, its copy) for every buffer."""
+    def capture(self) -> list[tuple[torch.nn.Module, str, torch.Tensor | None, torch.Tensor | None]]:
+        """(owner, name, the buffer itself, its copy) for every buffer; ``None`` for one that is still to be made."""
         with torch.no_grad():
             return [
-                (owner, name, buffer, buffer.clone())
+                (owner, name, buffer, None if buffer is None else buffer.clone())
                 for owner in walk(self._module)
                 for name, buffer in owner._buffers.items()
-                if buffer is not None
             ]
 
-    def restore(self, state: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]) -> None:
+    def restore(self, state: list[tuple[torch.nn.Module, str, torch.Tensor | None, torch.Tensor | None]]) -> None:
         """Write the copies back into the buffers that were there, also where a module has put another in place."""
         for owner, name, buffer, copy in state:
             owner._buffers[name] = buffer
-            with torch.no_grad():
-                buffer.copy_(copy)
+            if buffer is not None:
+                with torch.no_grad():
+                    buffer.copy_(copy)
 
 
 class Modes:
@@ -168,10 +171,15 @@ class Window:
 
     Args:
         participants: What to capture before a micro-batch and to set back when it runs again.
+        weights: Gives what nobody but the optimizer may write to; too much to be copied, so a change is an obstacle.
     """
 
-    def __init__(self, participants: list[Participant]) -> None:
+    def __init__(
+        self, participants: list[Participant], weights: Callable[[], Iterable[torch.Tensor]] = lambda: ()
+    ) -> None:
         self._participants = participants
+        self._weights = weights
+        self._versions = Versions()
         self._micro_batches: list[MicroBatch] = []
         self._rewound = False
         self.position = 0
@@ -181,6 +189,7 @@ class Window:
         self._micro_batches = []
         self._rewound = False
         self.position = 0
+        self._versions = Versions(self._weights())
 
     def add(self, payload: Any) -> None:
         """Take in the micro-batch that is about to run."""
@@ -204,6 +213,8 @@ class Window:
         for index, micro_batch in enumerate(self._micro_batches):
             if micro_batch.contents.overwritten:
                 return f"the training step wrote to a tensor of its batch in place (micro-batch {index})"
+        if self._versions.moved:
+            return WEIGHTS_WRITTEN
         return ""
 
     def begin(self) -> MicroBatch:

@@ -99,7 +99,8 @@ def test_a_changed_payload_is_set_back(
 
 
 def test_a_tensor_is_noticed_wherever_it_is() -> None:
-    for payload in (torch.ones(2), [torch.ones(2)], {"a": (torch.ones(2),)}, Graph(), Sentences(torch.ones(2), []), Slotted(torch.ones(2))):
+    ones = torch.ones(2)
+    for payload in (ones, [ones], {"a": (ones,)}, Graph(), Sentences(ones, []), Slotted(ones)):
         contents = Contents.of(payload)
         assert not contents.overwritten
         contents.versions[0][0].add_(1)

@@ -21,7 +21,7 @@ TOUCHED: dict[str, list[str]] = {
                        "mesh_info", "post_forward_mesh_info"],
     "FSDPParam": ["unsharded_accumulated_grad", "_unsharded_param", "sharded_param"],
     "FSDPMeshInfo": ["mesh", "spmd_mesh", *fsdp2.GROUP_ATTRIBUTES],
-    "Parameter": ["_post_accumulate_grad_hooks"],
+    "Parameter": ["_post_accumulate_grad_hooks", "_local_tensor"],
 }  # fmt: skip
 
 _TORCH = f"torch {torch.__version__}"

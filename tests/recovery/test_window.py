@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_accelpact.recovery import window
-from lightning_accelpact.recovery.window import Buffers, RngState, Window
+from lightning_accelpact.recovery.window import WEIGHTS_WRITTEN, Buffers, RngState, Window
 
 DRAWS: dict[str, Callable[[], float]] = {
     "torch": lambda: torch.rand(()).item(),
@@ -134,11 +134,13 @@ def test_a_later_window_captures_anew() -> None:
     assert all(torch.equal(buffer, between[name]) for name, buffer in model.named_buffers())
 
 
-def test_a_buffer_that_is_none_is_left_alone() -> None:
+def test_a_buffer_that_is_still_to_be_made_is_made_again() -> None:
     model = nn.Module()
     model.register_buffer("later", None)
     buffers = Buffers(model)
-    buffers.restore(buffers.capture())
+    state = buffers.capture()
+    model.later = torch.ones(2)
+    buffers.restore(state)
     assert model.later is None
 
 
@@ -320,4 +322,18 @@ def test_tensors_made_in_inference_mode_have_no_version_and_are_taken() -> None:
     with torch.inference_mode():
         batch = {"x": torch.ones(2)}
     frame = window_with(batch)
+    assert frame.obstacle == ""
+
+
+def test_weights_that_somebody_writes_to_are_an_obstacle_until_the_next_update() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    frame = Window([], lambda: [weight])
+    frame.open()
+    frame.add({"batch": untouched_batch()})
+    weight.grad = torch.ones(2)
+    assert frame.obstacle == ""
+    with torch.no_grad():
+        weight.mul_(0.5)
+    assert frame.obstacle == WEIGHTS_WRITTEN
+    frame.open()
     assert frame.obstacle == ""

@@ -1,0 +1,32 @@
+"""What a step changes besides gradients: set back before it runs again, or, where that cannot be, the run stops."""
+
+from __future__ import annotations
+
+import jobs_side_effects
+from cluster import run_ranks, values
+from jobs_side_effects import Follower, OwnNoiseAndRate
+
+from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE
+from lightning_accelpact.recovery.window import WEIGHTS_WRITTEN
+
+IN_BACKWARD = ["backward@2:1:exception"]
+
+
+def digests(module: type, faults: list[str], uncommitted: str) -> list[str]:
+    results = values(run_ranks(jobs_side_effects.fit, 2, module, faults, uncommitted))
+    assert all(bool(result["verbs"]) == bool(faults) for result in results)
+    return [result["digest"] for result in results]
+
+
+def test_generators_and_rates_of_the_users_own_are_set_back() -> None:
+    assert digests(OwnNoiseAndRate, IN_BACKWARD, "redo") == digests(OwnNoiseAndRate, [], "redo")
+
+
+def test_weights_written_to_inside_an_update_stop_the_run_rather_than_twice() -> None:
+    for result in run_ranks(jobs_side_effects.fit, 2, Follower, IN_BACKWARD, "redo"):
+        assert result.exit_code == FAIL_STOP_EXIT_CODE, f"{result.output}\n{result.error}"
+        assert WEIGHTS_WRITTEN in result.error.splitlines()[-1]
+
+
+def test_they_are_no_obstacle_where_a_collective_runs_again() -> None:
+    assert digests(Follower, ["backward@2:1"], "retry") == digests(Follower, [], "retry")

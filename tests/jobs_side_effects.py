@@ -1,0 +1,62 @@
+"""Modules whose steps and hooks change more than gradients."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from jobs import Block, Regressor
+
+from lightning_accelpact.recovery.digest import state_digest
+from lightning_accelpact.recovery.fault import FaultPlan
+from lightning_accelpact.strategy import ResilientHSDPStrategy
+
+
+class OwnNoiseAndRate(Regressor):
+    """Draws from a generator of its own, and lowers the rate by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.noise = torch.Generator().manual_seed(5)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.9
+        noise = torch.randn(inputs.shape, generator=self.noise)
+        return torch.nn.functional.mse_loss(self(inputs + noise), targets)
+
+
+class Follower(Regressor):
+    """Its first block follows the second one, as a teacher follows its student."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3)
+        self.blocks[0].requires_grad_(False)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            for follower, parameter in zip(self.blocks[0].parameters(), self.blocks[1].parameters(), strict=True):
+                follower.lerp_(parameter, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def fit(module: type[Regressor], faults: list[str], uncommitted: str) -> dict[str, Any]:
+    """Train a few updates; says where the model ended and how it was repaired."""
+    pl.seed_everything(11, workers=True, verbose=False)
+    strategy = ResilientHSDPStrategy(
+        wrap={Block}, uncommitted=uncommitted, faults=FaultPlan.parse(faults), goodput=False, collective_timeout=30.0,
+        repair_budget=60.0,
+    )  # fmt: skip
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, max_steps=4, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trained = module()
+    trainer.fit(trained)
+    return {
+        "digest": state_digest(trained, trainer.optimizers),
+        "verbs": [incident.verb for incident in strategy.incidents],
+    }
