@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,10 @@ from lightning_accelpact.recovery.line import InterruptibleStore, Line
 from lightning_accelpact.recovery.machine import RepairMachine
 from lightning_accelpact.recovery.sentinel import Sentinel, Watch
 
+log = logging.getLogger("accelpact")
+
 _PATIENCE = timedelta(seconds=5)
+_KEPT = ("backend", "collective_timeout", "rebuild_timeout", "heartbeat_deadline")
 _current: Session | None = None
 
 
@@ -82,7 +86,7 @@ class Session:
 
     @classmethod
     def open(cls, **options) -> Session:
-        """The session of this process; the options count when it is made, that is, the first time.
+        """The session of this process; the options count when it is made, that is, the first time. Others are said so.
 
         Raises:
             RuntimeError: if somebody else has made the default process group: its links are not known then.
@@ -95,7 +99,12 @@ class Session:
                     " able to replace them: remove the earlier init_process_group() call"
                 )
             _current = cls(**options)
+            _current._options = options
             atexit.register(close)
+        for name in _KEPT:
+            if options[name] != _current._options[name]:
+                log.warning("%s=%s comes too late: a process keeps that of its first run, %s", name, options[name],
+                            _current._options[name])  # fmt: skip
         return _current
 
     def _links(self, backend: str, endpoint: Endpoint, rebuild_timeout: timedelta, silence: float) -> Links:
