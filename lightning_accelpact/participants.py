@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -95,6 +96,11 @@ class Attributes:
                 del vars(owner)[name]
             for name, (value, kept) in attributes.items():
                 vars(owner)[name] = _refilled(value, kept)
+
+
+def owner_of(tracked: Any) -> Any:
+    """Whose attributes to capture for what a user wants to have set back: the object itself, or a holder of a generator."""
+    return SimpleNamespace(generator=tracked) if GeneratorState.of(tracked) else tracked
 
 
 class Options:

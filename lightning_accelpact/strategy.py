@@ -24,6 +24,7 @@ from lightning_accelpact.callback import GoodputCallback
 from lightning_accelpact.goodput.ledger import TimeClass
 from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
 from lightning_accelpact.metric_sync import MetricSync
+from lightning_accelpact.participants import Attributes, owner_of
 from lightning_accelpact.position import Position, choose_checkpoint, obstacle
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPlan
@@ -50,6 +51,16 @@ class ResilientTraining(ResilientHSDP):
         self._goodput = GoodputCallback() if goodput is True else goodput
         self._update: UpdateRunner | None = None
         self._evaluation: Window | None = None
+        self._tracked: list[Any] = []
+
+    def track(self, *objects: Any) -> None:
+        """Set these back, too, when an update or an evaluation step runs again; the module's own attributes are anyway.
+
+        Args:
+            objects: Objects of other classes (their attributes: numbers, texts, tensors, generators, and lists, sets and
+                dictionaries of them), or random generators. To be given before the updates that change them.
+        """
+        self._tracked += map(owner_of, objects)
 
     # -- set-up
 
@@ -116,6 +127,7 @@ class ResilientTraining(ResilientHSDP):
         self.runtime.protect(self.model)
         self.runtime.align_replicas(self.model)
         self._evaluation = loop.evaluation_window(trainer)
+        self._evaluation.include(Attributes(self._tracked))
         for metric in loop.metrics(self.model):
             if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, MetricSync):  # perhaps of an earlier run
                 metric.dist_sync_fn = MetricSync(self.operations)
@@ -144,6 +156,7 @@ class ResilientTraining(ResilientHSDP):
             if self._manual == "update":
                 self._update = self.runtime.update_runner(window, self._drop_gradients)
         loop.guard_steps(self.precision_plugin, self._update or self.machine)
+        window.include(Attributes(self._tracked))
         self.runtime.guard_updates(window)
 
     def _drop_gradients(self) -> None:

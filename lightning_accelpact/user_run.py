@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +21,8 @@ from lightning_accelpact.goodput import (
 )
 from lightning_accelpact.goodput.metric import GoodputMetric
 from lightning_accelpact.metric_sync import MetricSync
-from lightning_accelpact.participants import Attributes, Metrics, Options, modules_with_attributes
+from lightning_accelpact.participants import Attributes, Metrics, Options, modules_with_attributes, owner_of
 from lightning_accelpact.recovery import ending, fsdp2
-from lightning_accelpact.recovery.generators import GeneratorState
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.runtime import HsdpRuntime
 from lightning_accelpact.recovery.window import Buffers, Modes, Participant, Window
@@ -116,7 +114,7 @@ class UserRun:
         """
         for one in objects:
             if not isinstance(one, torch.nn.Module):
-                self._owners.append(SimpleNamespace(generator=one) if GeneratorState.of(one) else one)
+                self._owners.append(owner_of(one))
                 continue
             self._protected.append(one)
             self._owners += modules_with_attributes(one)

@@ -29,6 +29,34 @@ class OwnNoiseAndRate(Regressor):
         return torch.nn.functional.mse_loss(self(inputs + noise), targets)
 
 
+class Average:
+    """A moving average, in an object that is no module."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.weights = [torch.ones(1)]
+
+    def update(self, value: torch.Tensor) -> None:
+        self.steps += 1
+        self.weights[0].lerp_(value.detach().reshape(1), 0.5)
+
+
+class Averaged(Regressor):
+    """Weighs its loss with an average that it has announced."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.average = Average()
+
+    def on_fit_start(self) -> None:
+        self.trainer.strategy.track(self.average)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.average.update(loss)
+        return loss * self.average.steps * self.average.weights[0]
+
+
 class Follower(Regressor):
     """Its first block follows the second one, as a teacher follows its student."""
 

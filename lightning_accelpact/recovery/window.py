@@ -191,6 +191,10 @@ class Window:
         self.position = 0
         self._versions = Versions(self._weights())
 
+    def include(self, participant: Participant) -> None:
+        """Capture this one, too, from the next micro-batch on."""
+        self._participants.append(participant)
+
     def add(self, payload: Any) -> None:
         """Take in the micro-batch that is about to run."""
         self._micro_batches.append(MicroBatch(payload, Contents.of(payload), self.snapshot()))

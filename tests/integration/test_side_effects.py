@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import jobs_side_effects
+import pytest
 from cluster import run_ranks, values
-from jobs_side_effects import Follower, OwnNoiseAndRate
+from jobs_side_effects import Averaged, Follower, OwnNoiseAndRate
 
 from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE
 from lightning_accelpact.recovery.window import WEIGHTS_WRITTEN
@@ -18,8 +19,9 @@ def digests(module: type, faults: list[str], uncommitted: str) -> list[str]:
     return [result["digest"] for result in results]
 
 
-def test_generators_and_rates_of_the_users_own_are_set_back() -> None:
-    assert digests(OwnNoiseAndRate, IN_BACKWARD, "redo") == digests(OwnNoiseAndRate, [], "redo")
+@pytest.mark.parametrize("module", [OwnNoiseAndRate, Averaged])
+def test_what_is_the_users_own_is_set_back(module: type) -> None:
+    assert digests(module, IN_BACKWARD, "redo") == digests(module, [], "redo")
 
 
 def test_weights_written_to_inside_an_update_stop_the_run_rather_than_twice() -> None:
