@@ -86,7 +86,7 @@ class RepairMachine:
         self._subject = subject
         self._policy = policy
         self._span = span
-        self._repairs_at: dict[int, int] = {}
+        self._repairs_at: dict[tuple[int, int], int] = {}
         self._inbox = Inbox()
         self._retired: list[dist.ProcessGroup] = []
         self.progress = progress
@@ -460,12 +460,18 @@ class RepairMachine:
 
     def _check_budget(self, incident: Incident, reason: str, begun: float) -> None:
         policy, spent = self._policy, time.monotonic() - begun
-        begun_here = self._repairs_at.get(self.progress.frontier, 0) + (incident.attempts == 0)
-        self._repairs_at[self.progress.frontier] = begun_here
+        begun_here = self._repairs_at.get(self._undertaking, 0) + (incident.attempts == 0)
+        self._repairs_at[self._undertaking] = begun_here
         if spent > policy.repair_budget:
             self.stop.everywhere(f"no repair within repair_budget={policy.repair_budget:g} s: {reason}", incident)
         if begun_here > policy.max_repairs_per_update:
             self.stop.everywhere(f"max_repairs_per_update={policy.max_repairs_per_update} is used up: {reason}", incident)
+
+    @property
+    def _undertaking(self) -> tuple[int, int]:
+        """What repairs are counted for: an update, or what all ranks do between two, as one step of a validation."""
+        between = self.progress.phase is Phase.COMMITTED
+        return self.progress.frontier, self._operations if between else -1
 
     def _attempt(self, generation: int, incident: Incident) -> Decision:
         """One pass through the phases; raises if another fault cuts it short."""

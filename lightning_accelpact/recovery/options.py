@@ -31,7 +31,7 @@ class RecoveryOptions:
     Args:
         repair_budget: Seconds from a fault until the run goes on; after that it fail-stops. Longer than
             ``collective_timeout``: a rank that no notice reaches leaves its collective only then.
-        max_repairs_per_update: Repairs begun during one update before the run fail-stops.
+        max_repairs_per_update: Repairs begun during one update, or one operation between two, before the run fail-stops.
         collective_timeout: Seconds that a collective or a commit vote may take; longer than the slowest rank's
             longest pause between two collectives.
         rebuild_timeout: Seconds that making one communicator may take in a repair; shorter than

@@ -52,7 +52,7 @@ class RepairPolicy:
 
     Args:
         repair_budget: Seconds from a fault until the run goes on, or fail-stops.
-        max_repairs_per_update: Repairs begun at one frontier before the run fail-stops.
+        max_repairs_per_update: Repairs begun in one update, or in one operation between two, before the run fail-stops.
         allowed: Actions that may be taken; anything else becomes ``RESTART``.
         ruling: What of them is qualified in which phase; the same on every rank.
         rebinding: Off only to show that a repair without it fails (the paper's ablation).

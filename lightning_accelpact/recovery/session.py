@@ -89,7 +89,8 @@ class Session:
         """The session of this process; the options count when it is made, that is, the first time. Others are said so.
 
         Raises:
-            RuntimeError: if somebody else has made the default process group: its links are not known then.
+            RuntimeError: if somebody else has made the default process group, whose links are not known then, or has
+                destroyed the session's.
         """
         global _current
         if _current is None:
@@ -101,6 +102,11 @@ class Session:
             _current = cls(**options)
             _current._options = options
             atexit.register(close)
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed has been shut down, but AccelPact keeps its process groups for the later runs of a"
+                " process: remove the destroy_process_group() call, or begin the next run in a new process"
+            )
         for name in _KEPT:
             if options[name] != _current._options[name]:
                 log.warning("%s=%s comes too late: a process keeps that of its first run, %s", name, options[name],

@@ -30,6 +30,7 @@ class Unconnected(Session):
 def no_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(session, "_current", None)
     monkeypatch.setattr(session.atexit, "register", lambda function: None)
+    monkeypatch.setattr(session.dist, "is_initialized", lambda: session._current is not None)
     yield
 
 
@@ -44,3 +45,10 @@ def test_options_that_come_too_late_are_said_so(caplog: pytest.LogCaptureFixture
     assert caplog.messages == [
         "collective_timeout=0:01:30 comes too late: a process keeps that of its first run, 0:01:00"
     ]
+
+
+def test_a_later_run_without_the_process_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Unconnected.open(**OPTIONS)
+    monkeypatch.setattr(session.dist, "is_initialized", lambda: False)
+    with pytest.raises(RuntimeError, match=r"remove the destroy_process_group\(\) call"):
+        Unconnected.open(**OPTIONS)
