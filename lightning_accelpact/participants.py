@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from lightning_accelpact.recovery.contents import refill
 from lightning_accelpact.recovery.generators import GeneratorState
+from lightning_accelpact.recovery.held import Held, as_written
 from lightning_accelpact.recovery.modules import walk
 
 
@@ -165,25 +166,34 @@ def _plain_attributes(owner: Any) -> dict[str, tuple[Any, Any]]:
 def _plain_copy(value: Any) -> Any:
     """A copy of a container with its containers, of a tensor or an array; anything else is itself.
 
-    A generator becomes its state, and a state the generator again.
+    A generator becomes its state, and what a list holds and is large is held.
     """
-    if isinstance(value, GeneratorState):
-        return value.restore()
+    state = GeneratorState.of(value)
+    return state or _copy_of(value, _plain_copy, lambda item: Held.of(item) or _plain_copy(item))
+
+
+def _thawed(copied: Any) -> Any:
+    """A copy of what :func:`_plain_copy` has made, with generators and held values themselves."""
+    if isinstance(copied, (GeneratorState, Held)):
+        return copied.restore()
+    return _copy_of(copied, _thawed, lambda item: item.restore() if isinstance(item, Held) else as_written(_thawed(item)))
+
+
+def _copy_of(value: Any, copy_one: Callable[[Any], Any], copy_item: Callable[[Any], Any]) -> Any:
+    """A copy, with the values of dictionaries copied in one way and the items of lists, sets and queues in another."""
     if isinstance(value, dict):
         copied = copy.copy(value)
         for key, item in value.items():
-            copied[key] = _plain_copy(item)  # a Counter's update() would add
+            copied[key] = copy_one(item)  # a Counter's update() would add
         return copied
     if isinstance(value, (list, set, deque)):
         copied = copy.copy(value)
         copied.clear()
-        getattr(copied, "update" if isinstance(value, set) else "extend")(_plain_copy(item) for item in value)
+        getattr(copied, "update" if isinstance(value, set) else "extend")(map(copy_item, value))
         return copied
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    if _is_array(value):
-        return value.copy()
-    return GeneratorState.of(value) or value
+    return value.copy() if _is_array(value) else value
 
 
 def _is_array(value: Any) -> bool:
@@ -196,7 +206,7 @@ def _refilled(value: Any, copied: Any) -> Any:
     if isinstance(copied, GeneratorState):
         return copied.restore()
     if isinstance(value, (list, set, deque, dict)):
-        refill(value, _plain_copy(copied))
+        refill(value, _thawed(copied))
         return value
     if isinstance(value, torch.Tensor):
         with torch.no_grad():

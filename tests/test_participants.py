@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lightning_accelpact.participants import Attributes, Options
+from lightning_accelpact.recovery.held import SMALL_BYTES, StateLost
 
 GENERATORS: dict[str, tuple[Any, Callable[[Any], float]]] = {
     "torch": (torch.Generator().manual_seed(1), lambda generator: torch.rand(1, generator=generator).item()),
@@ -68,6 +69,50 @@ def test_what_a_step_has_changed_is_set_back_in_place_as_often_as_it_runs_again(
         attributes.restore(state)
         assert owner.value is value
         assert repr(owner.value) == repr(make())
+
+
+# -- what is large, in lists
+
+
+def large() -> torch.Tensor:
+    return torch.zeros(SMALL_BYTES)
+
+
+@pytest.mark.parametrize("make", [large, lambda: large().numpy(), torch.inference_mode()(large)])
+def test_outputs_that_a_list_collects_are_not_copied(make: Callable[[], Any]) -> None:
+    first = make()
+    owner = SimpleNamespace(outputs=[first], of=deque([first]))
+    attributes = Attributes([owner])
+    state = attributes.capture()
+    for _ in range(2):
+        owner.outputs.append(make())
+        attributes.restore(state)
+        assert [id(output) for output in owner.outputs] == [id(first)] == [id(output) for output in owner.of]
+
+
+def test_what_is_written_to_in_a_list_is_copied_from_the_next_time_on() -> None:
+    owner = SimpleNamespace(averages=[large()])
+    attributes = Attributes([owner])
+    for expected in range(3):
+        state = attributes.capture()
+        owner.averages[0].add_(1)
+        if expected == 0:  # nobody could know
+            with pytest.raises(StateLost, match="wrote in place to a tensor"):
+                attributes.restore(state)
+            continue
+        for _ in range(2):
+            attributes.restore(state)
+            assert owner.averages[0].unique().tolist() == [expected]
+            owner.averages[0].add_(1)
+
+
+def test_small_ones_are_copied_wherever_they_are() -> None:
+    owner = SimpleNamespace(averages=[torch.zeros(2)])
+    attributes = Attributes([owner])
+    state = attributes.capture()
+    owner.averages[0].add_(1)
+    attributes.restore(state)
+    assert owner.averages[0].tolist() == [0, 0]
 
 
 # -- options of optimizers
