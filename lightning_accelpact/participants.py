@@ -100,7 +100,7 @@ class Attributes:
 
 
 def owner_of(tracked: Any) -> Any:
-    """Whose attributes to capture for what a user wants to have set back: the object itself, or a holder of a generator."""
+    """Whose attributes to capture for what a user wants to have set back: the object, or a holder of a generator."""
     return SimpleNamespace(generator=tracked) if GeneratorState.of(tracked) else tracked
 
 
@@ -176,7 +176,11 @@ def _thawed(copied: Any) -> Any:
     """A copy of what :func:`_plain_copy` has made, with generators and held values themselves."""
     if isinstance(copied, (GeneratorState, Held)):
         return copied.restore()
-    return _copy_of(copied, _thawed, lambda item: item.restore() if isinstance(item, Held) else as_written(_thawed(item)))
+    return _copy_of(copied, _thawed, _thawed_item)
+
+
+def _thawed_item(item: Any) -> Any:
+    return item.restore() if isinstance(item, Held) else as_written(_thawed(item))
 
 
 def _copy_of(value: Any, copy_one: Callable[[Any], Any], copy_item: Callable[[Any], Any]) -> Any:

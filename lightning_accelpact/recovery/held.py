@@ -58,8 +58,8 @@ class Held:
         if self.version is not None and self.value._version != self.version:
             shape = tuple(self.value.shape)
             raise StateLost(
-                f"the step that a fault has cut short wrote in place to a tensor of shape {shape} in a list, which was not"
-                " copied before: keep it as an attribute or a buffer of its own, or put a new tensor in its place"
+                f"the step that a fault has cut short wrote in place to a tensor of shape {shape} in a list, which was"
+                " not copied before: keep it as an attribute or a buffer of its own, or put a new tensor in its place"
             )
         return self.value
 
