@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_accelpact.recovery.contents import refill
+from lightning_accelpact.recovery.contents import overwrite, refill
 from lightning_accelpact.recovery.generators import GeneratorState
 from lightning_accelpact.recovery.held import Held, as_written
 from lightning_accelpact.recovery.modules import walk
@@ -213,8 +213,7 @@ def _refilled(value: Any, copied: Any) -> Any:
         refill(value, _thawed(copied))
         return value
     if isinstance(value, torch.Tensor):
-        with torch.no_grad():
-            return value.copy_(copied)
+        return overwrite(value, copied)
     if _is_array(value):
         value[...] = copied
         return value

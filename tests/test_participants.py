@@ -71,6 +71,18 @@ def test_what_a_step_has_changed_is_set_back_in_place_as_often_as_it_runs_again(
         assert repr(owner.value) == repr(make())
 
 
+def test_a_tensor_that_a_validation_has_left_is_set_back_in_training() -> None:
+    with torch.inference_mode():
+        best = torch.zeros(2)
+    owner = SimpleNamespace(best=best, rest={"best": best})
+    attributes = Attributes([owner])
+    state = attributes.capture()
+    owner.best = torch.ones(2)
+    attributes.restore(state)
+    assert owner.best is best
+    assert owner.best.tolist() == owner.rest["best"].tolist() == [0, 0]
+
+
 # -- what is large, in lists
 
 

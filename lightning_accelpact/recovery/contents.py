@@ -79,6 +79,13 @@ class Versions:
         return any(tensor._version != version for tensor, version in self._versions)
 
 
+@torch.no_grad()
+def overwrite(tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    """Replace what a tensor holds, also where a validation has left it, in inference mode."""
+    with torch.inference_mode(tensor.is_inference() or torch.is_inference_mode_enabled()):
+        return tensor.copy_(content)
+
+
 def refill(container: Any, content: Any) -> None:
     """Replace what a dictionary, list, set or queue holds."""
     content = copy.copy(content)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lightning_accelpact.recovery.contents import Contents, Versions
+from lightning_accelpact.recovery.contents import Contents, Versions, overwrite
 from lightning_accelpact.recovery.modules import walk
 
 WEIGHTS_WRITTEN = "a training step or hook wrote to the model's weights, which inside an update only optimizers may do"
@@ -87,8 +87,7 @@ class Buffers:
         for owner, name, buffer, copy in state:
             owner._buffers[name] = buffer
             if buffer is not None:
-                with torch.no_grad():
-                    buffer.copy_(copy)
+                overwrite(buffer, copy)
 
 
 class Modes:

@@ -123,6 +123,17 @@ def test_a_buffer_that_was_replaced_comes_back_as_the_object_it_was() -> None:
     assert model.average.tolist() == [1, 1]
 
 
+def test_a_buffer_that_a_validation_has_replaced_is_set_back_in_training() -> None:
+    model = nn.Module()
+    with torch.inference_mode():
+        model.register_buffer("average", torch.zeros(2))
+    buffers = Buffers(model)
+    state = buffers.capture()
+    model.average = torch.ones(2)
+    buffers.restore(state)
+    assert model.average.tolist() == [0, 0]
+
+
 def test_a_later_window_captures_anew() -> None:
     model = nn.BatchNorm1d(3)
     buffers = Buffers(model)
