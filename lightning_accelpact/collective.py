@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives import TorchCollective
 
+from lightning_accelpact.recovery.contents import overwrite
 from lightning_accelpact.recovery.operation import Operations
 
 _IN_PLACE = (
@@ -43,7 +44,7 @@ def _resilient(name: str) -> Callable[..., Any]:
 
         def rewind() -> None:
             for tensor, content in zip(tensors, kept, strict=True):
-                tensor.copy_(content)
+                overwrite(tensor, content)
 
         return self.operations.run(lambda: plain(self, *args, **kwargs), rewind=rewind)
 

@@ -79,10 +79,10 @@ class Versions:
         return any(tensor._version != version for tensor, version in self._versions)
 
 
-@torch.no_grad()
 def overwrite(tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """Replace what a tensor holds, also where a validation has left it, in inference mode."""
-    with torch.inference_mode(tensor.is_inference() or torch.is_inference_mode_enabled()):
+    inference = tensor.is_inference() or torch.is_inference_mode_enabled()
+    with torch.inference_mode(inference), torch.no_grad():  # in this order: leaving inference mode turns gradients on
         return tensor.copy_(content)
 
 

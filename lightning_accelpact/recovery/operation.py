@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightning_accelpact.recovery.contents import overwrite
 from lightning_accelpact.recovery.machine import RepairMachine
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class Operations:
     def run_in_place(self, tensor: torch.Tensor, operation: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Like :meth:`run`, for an operation that overwrites ``tensor``: its input is kept until it has succeeded."""
         kept = tensor.clone()
-        return self.run(operation, rewind=lambda: tensor.copy_(kept))
+        return self.run(operation, rewind=lambda: overwrite(tensor, kept))
 
     def gather_json(self, message: Any) -> list[Any]:
         """One JSON value per rank on every rank, in rank order, over the control plane."""

@@ -17,6 +17,7 @@ import torch
 
 from lightning_accelpact.recovery.action import GroupReport
 from lightning_accelpact.recovery.c10d import Collective, current_by_name
+from lightning_accelpact.recovery.contents import overwrite
 
 _ALIGNMENT = 64
 
@@ -157,12 +158,11 @@ class Flight:
         self.finished = False
         self.result: Any = None
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Bring inputs that a failed attempt may have overwritten back."""
         if self.collective.in_place:
             for tensor, content in zip(self.collective.inputs, self.kept.inputs, strict=True):
-                tensor.copy_(content)
+                overwrite(tensor, content)
 
 
 class Retry:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_accelpact.recovery.contents import Contents, refill
+from lightning_accelpact.recovery.contents import Contents, overwrite, refill
 
 
 class Graph:
@@ -141,3 +141,20 @@ def test_refilling_keeps_the_content_apart() -> None:
     refill(target, kept)
     target.append(3)
     assert kept == [1, 2]
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("now", [False, True])
+def test_a_tensor_is_overwritten_in_whatever_mode_it_was_made(made: bool, now: bool) -> None:
+    with torch.inference_mode(made):
+        tensor = torch.zeros(2)
+    with torch.inference_mode(now):
+        assert overwrite(tensor, torch.ones(2)) is tensor
+    assert tensor.tolist() == [1, 1]
+
+
+def test_a_parameter_is_overwritten_without_a_gradient() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    overwrite(parameter, torch.ones(2))
+    assert parameter.tolist() == [1, 1]
+    assert parameter.grad_fn is None
