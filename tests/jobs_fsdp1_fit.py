@@ -205,10 +205,10 @@ class Manual(jobs.Regressor):
 
 
 def fit_self_wrapped(fault: Fault | None) -> dict[str, Any]:
-    """Train the module that wraps its blocks itself, while replicas compare their shards."""
+    """Train the module that wraps its blocks itself, while replicas compare their shards and account is kept."""
     pl.seed_everything(11, workers=True, verbose=False)
     module = SelfWrapped()
-    strategy = strategy_with(*([fault] if fault else []), digest_every=1)
+    strategy = strategy_with(*([fault] if fault else []), digest_every=1, goodput=True)
     trainer = jobs_must_show.trainer_with(strategy)
     trainer.fit(module)
     return {
@@ -219,6 +219,7 @@ def fit_self_wrapped(fault: Fault | None) -> dict[str, Any]:
     }
 
 
+BARE = {"gradient_clip_val": None, "accumulate_grad_batches": 1}  # else Lightning refuses manual optimization itself
 REFUSED = {  # the last one is refused when the groups have been made
     "manual": (Manual, {}),
     "shard": (jobs.Regressor, {"shard": 1}),
@@ -231,7 +232,7 @@ def refusals() -> dict[str, str]:
     said = {}
     for name, (module, options) in REFUSED.items():
         try:
-            trainer = jobs_must_show.trainer_with(strategy_with(**options), devices=2, gradient_clip_val=None)
+            trainer = jobs_must_show.trainer_with(strategy_with(**options), devices=2, **BARE)
             trainer.fit(module())
         except (ValueError, MisconfigurationException) as error:
             said[name] = str(error)
