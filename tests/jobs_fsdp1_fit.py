@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import jobs
 import jobs_must_show
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import wrap
 from torch.utils.data import DataLoader
@@ -21,6 +25,7 @@ from lightning_accelpact.fsdp1_strategy import ResilientFSDP1Strategy
 from lightning_accelpact.recovery import machine
 from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultPlan, FaultPoint
+from lightning_accelpact.recovery.options import HsdpShape
 from lightning_accelpact.recovery.rebind import rebind
 
 
@@ -220,21 +225,29 @@ def fit_self_wrapped(fault: Fault | None) -> dict[str, Any]:
 
 
 BARE = {"gradient_clip_val": None, "accumulate_grad_batches": 1}  # else Lightning refuses manual optimization itself
-REFUSED = {  # the last one is refused when the groups have been made
-    "manual": (Manual, {}),
-    "shard": (jobs.Regressor, {"shard": 1}),
-    "wrapped": (WrappedOtherwise, {}),
-}
 
 
 def refusals() -> dict[str, str]:
-    """What the errors say."""
-    said = {}
-    for name, (module, options) in REFUSED.items():
-        try:
-            trainer = jobs_must_show.trainer_with(strategy_with(**options), devices=2, **BARE)
-            trainer.fit(module())
-        except (ValueError, MisconfigurationException) as error:
-            said[name] = str(error)
-        os.environ["WORLD_SIZE"] = "2"  # Lightning takes it out when a run has failed
-    return said
+    """What is said before anything has been started, and while a model is wrapped: in one process, as it never trains."""
+    os.environ["WORLD_SIZE"] = "2"
+    said = {
+        "manual": _refusal(lambda: jobs_must_show.trainer_with(strategy_with(), **BARE).fit(Manual())),
+        "shard": _refusal(lambda: jobs_must_show.trainer_with(strategy_with(shard=1), **BARE).fit(jobs.Regressor())),
+    }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    strategy = strategy_with()
+    strategy.parallel_devices, strategy.cluster_environment = [torch.device("cpu")], LightningEnvironment()
+    strategy.runtime.mesh = init_device_mesh("cpu", (1, 1))
+    strategy.runtime.shape = HsdpShape(replicate=1, shard=1)
+    module = WrappedOtherwise()
+    module.configure_model()
+    return {**said, "wrapped": _refusal(lambda: strategy._wrap_all(module))}
+
+
+def _refusal(attempt: Callable[[], Any]) -> str:
+    os.environ["WORLD_SIZE"] = "2"  # Lightning takes it out when a run has failed
+    try:
+        attempt()
+    except (ValueError, MisconfigurationException) as error:
+        return str(error)
+    return "nothing"

@@ -183,7 +183,7 @@ def test_a_module_that_wraps_itself_is_sharded_as_a_whole_and_its_replicas_stay_
 
 
 def test_what_cannot_be_protected_is_refused() -> None:
-    for said in values(run_ranks(jobs.refusals, 2)):
-        assert "Manual sets automatic_optimization=False" in said["manual"]
-        assert "shard=1: FSDP1 would not average gradients over the replicas" in said["shard"]
-        assert "cannot protect a model with sharding_strategy=FULL_SHARD: it must be HYBRID_SHARD" in said["wrapped"]
+    (said,) = values(run_ranks(jobs.refusals, 1))
+    assert "Manual sets automatic_optimization=False" in said["manual"]
+    assert "shard=1: FSDP1 would not average gradients over the replicas" in said["shard"]
+    assert "cannot protect a model with sharding_strategy=NO_SHARD: it must be HYBRID_SHARD" in said["wrapped"]
