@@ -171,6 +171,8 @@ class Coordinator:
         lost = tuple(member for member in self._seats if member not in self._left)
         if not lost:
             raise RunFailed("members left although nobody is lost:\n" + _errors(self._left.values()))
+        if unplanned := [member for member in lost if not self._was_struck(member)]:
+            raise RunFailed(f"members {unplanned} were lost although no fault has struck them")
         recovery = Recovery(lost, dict(self._left))
         self.timeline.recoveries.append(recovery)
         self._left = {}
@@ -215,9 +217,12 @@ class Coordinator:
     def _bury(self, member: int) -> None:
         seated = self._seats[member]
         seated.process.join(self.preset.answer_s)
-        self._drain(member, seated)
         seated.connection.close()
         del self._seats[member]
+
+    def _was_struck(self, member: int) -> bool:
+        self._drain(member, self._seats[member])
+        return self._seats[member].struck
 
     def _drain(self, member: int, seated: _Seated) -> None:
         """What a member had said before it was lost."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# Messages to a rank that are kept: in a ring the next rank can be as far behind as there are ranks
+_POSTED = 32
+_LINK_POSTED = 2
 
 
 @dataclass
@@ -73,10 +79,12 @@ class Link:
 
     group: dist.ProcessGroupGloo
     peer: int
+    posted: deque[Any] = field(default_factory=lambda: deque(maxlen=_LINK_POSTED))
 
-    def send(self, tensor: Tensor) -> None:
-        """Raises RuntimeError if the other one is lost."""
-        self.group.send([tensor], self.peer, 0).wait()
+    def post(self, tensor: Tensor) -> None:
+        """Send, without waiting; see :func:`post`."""
+        kept = [tensor.clone()]
+        self.posted.append((self.group.send(kept, self.peer, 0), kept))
 
     def receive(self, tensor: Tensor) -> None:
         """Raises RuntimeError if the other one is lost, or silent for too long."""
@@ -84,13 +92,13 @@ class Link:
 
     def swap(self, outgoing: Tensor, incoming: Tensor) -> None:
         """Send and receive at the same time."""
-        sent = self.group.send([outgoing], self.peer, 0)
+        self.post(outgoing)
         self.receive(incoming)
-        sent.wait()
 
 
 def leave_groups() -> None:
     """Take this process out of all groups."""
+    _posted.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -112,11 +120,24 @@ def shut_links(spared_port: int) -> None:
             continue  # not connected, or closed since the listing
 
 
+_posted: dict[int, deque[Any]] = {}
+
+
+def post(tensor: Tensor, to: int) -> None:
+    """Send to a rank without waiting for it.
+
+    Gloo can lose sight of what it is sending when a connection fails: who waits for that would wait for the whole
+    timeout, while a receiver is told at once. So exchanges wait for what they receive. A copy is kept until the
+    receiver must have it, since what it sent later has been received.
+    """
+    kept = tensor.clone()
+    _posted.setdefault(to, deque(maxlen=_POSTED)).append((dist.isend(kept, to), kept))
+
+
 def swap(outgoing: Tensor, incoming: Tensor, *, to: int, source: int) -> None:
     """Send to one rank and receive from another, at the same time."""
-    sent = dist.isend(outgoing, to)
+    post(outgoing, to)
     dist.recv(incoming, source)
-    sent.wait()
 
 
 def gather_numbers(own: int) -> list[int]:

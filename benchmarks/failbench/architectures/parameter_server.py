@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.failbench.architectures.architecture import Architecture
+from benchmarks.failbench.world import post
 
 _SERVER = 0
 
@@ -47,7 +48,7 @@ class ParameterServer(Architecture):
             self.synchronize()
             return loss
         loss = self.backward()
-        dist.send(self.flat_gradients(loss), _SERVER)
+        post(self.flat_gradients(loss), _SERVER)
         self.prepared()
         self.synchronize()
         self.roll_forward()
@@ -61,8 +62,8 @@ class ParameterServer(Architecture):
         """All workers take the server's parameters."""
         parameters = self.flat_parameters()
         if self.serves:
-            for work in [dist.isend(parameters, worker) for worker in self.workers]:
-                work.wait()
+            for worker in self.workers:
+                post(parameters, worker)
         else:
             dist.recv(parameters, _SERVER)
             self.set_parameters(parameters)
@@ -108,7 +109,7 @@ class AsyncParameterServer(ParameterServer):
             return loss
         # Like the synchronous one's, gradients are of the mean over the batch of all: a round of them goes as far
         loss = self.backward()
-        self._link.send(self.flat_gradients(loss))
+        self._link.post(self.flat_gradients(loss))
         parameters = self.flat_parameters()
         self._link.receive(parameters)
         self.set_parameters(parameters)
@@ -171,7 +172,7 @@ class AsyncParameterServer(ParameterServer):
 
     def _answer(self, worker: int) -> None:
         try:
-            self._links[worker].send(self.flat_parameters())
+            self._links[worker].post(self.flat_parameters())
         except RuntimeError:
             return  # its listener has the same error, unless that was its last gradient
         finally:

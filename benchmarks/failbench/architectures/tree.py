@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.failbench.architectures.data_parallel import DataParallel
+from benchmarks.failbench.world import post
 
 
 class Tree(DataParallel):
@@ -20,8 +21,8 @@ class Tree(DataParallel):
             dist.recv(incoming, child)
             flat += incoming
         if rank:
-            dist.send(flat, (rank - 1) // 2)
+            post(flat, (rank - 1) // 2)
             dist.recv(flat, (rank - 1) // 2)
-        for work in [dist.isend(flat, child) for child in children]:
-            work.wait()
+        for child in children:
+            post(flat, child)
         return flat

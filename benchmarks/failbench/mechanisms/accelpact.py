@@ -89,7 +89,7 @@ class AccelPact(Survivors):
         if self.member == plan.witness:
             rows = torch.stack(self._generators)
         dist.broadcast(rows, world.members.index(plan.witness))
-        self._generators = list(rows)
+        self._generators = [row.clone() for row in rows]
         if self._before is None:
             torch.set_rng_state(self._generators[world.rank])
             self.architecture.commit(plan.step)

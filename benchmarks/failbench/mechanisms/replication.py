@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.failbench.mechanisms.mechanism import Mechanism
 from benchmarks.failbench.mechanisms.plan import Plan, Report, from_the_beginning, newest
-from benchmarks.failbench.world import gather_numbers, swap
+from benchmarks.failbench.world import gather_numbers
 
 if TYPE_CHECKING:
     from benchmarks.failbench.architectures.architecture import Architecture
@@ -42,7 +42,9 @@ class Replication(Mechanism):
         for distance in range(1, min(self.peers, world.size - 1) + 1):
             owner = (world.rank - distance) % world.size
             incoming = torch.empty(self._lengths[owner], dtype=torch.uint8)
-            swap(packed, incoming, to=(world.rank + distance) % world.size, source=owner)
+            sent = dist.isend(packed, (world.rank + distance) % world.size)
+            dist.recv(incoming, owner)
+            sent.wait()  # unlike a gradient's, a state's copy would take too much memory
             self._keep(world.members[owner], incoming)
 
     def report(self) -> Report:
