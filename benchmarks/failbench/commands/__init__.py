@@ -19,7 +19,7 @@ class CommandError(Exception):
 
 def add_preset(parser: argparse.ArgumentParser) -> None:
     """Add ``--preset``."""
-    text = "size of the workloads: tiny (minutes on 2 cores), cpu or paper (8 GPUs); default: tiny"
+    text = "size of the workloads: tiny (minutes on 2 cores), cpu (hours) or paper (the paper's sizes); default: tiny"
     parser.add_argument("--preset", default="tiny", metavar="NAME", help=text)
 
 
