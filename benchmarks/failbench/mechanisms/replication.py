@@ -62,7 +62,8 @@ class Replication(Mechanism):
             return from_the_beginning("no step has a snapshot of every rank")
         chosen = {owner: max(found) if common is None else common for owner, found in steps.items()}
         sources = {owner: _holder(owner, step, reports) for owner, step in chosen.items()}
-        return Plan(min(chosen.values()), sources, steps=chosen)
+        reason = "no step had a snapshot of every rank, so each took its newest" if common is None else ""
+        return Plan(min(chosen.values()), sources, steps=chosen, reason=reason)
 
     def restore(self, plan: Plan) -> None:
         world = self.architecture.world

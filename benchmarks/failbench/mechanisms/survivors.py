@@ -33,7 +33,7 @@ class Survivors(Mechanism):
         holders = {shard: [one for one in present if one.shard == shard] for shard in needed}
         unheld = [shard for shard, found in holders.items() if not found]
         if unheld:
-            return from_the_beginning(f"no survivor holds {', '.join(unheld)}")
+            return from_the_beginning(f"no survivor holds {_listed(unheld)}")
         step = newest([one.step for one in found] for found in holders.values())
         if step is None:
             return from_the_beginning("the fault came while some shards had been updated and others not")
@@ -62,6 +62,10 @@ class Survivors(Mechanism):
             work.wait()
         generator = own.generator if self._held else self.architecture.state().generator
         self.architecture.load(type(own)(plan.step, max(positions), generator, tensors))
+
+
+def _listed(shards: Sequence[str]) -> str:
+    return shards[0] if len(shards) == 1 else f"{shards[0]}, nor {len(shards) - 1} others"
 
 
 def _elected(reports: Sequence[Report], step: int) -> int:
