@@ -214,14 +214,20 @@ def throughput_change(run: Record) -> float | None:
 
 
 def stalled_share(run: Record) -> float | None:
-    """Seconds that saves made training stand still, for each second of training before the first fault.
+    """Seconds that saves made training stand still, for each second of training without them, before the first fault.
 
     Unlike the steady-state overhead it compares nothing with another run, so it does not drown in the noise between
-    runs; but it misses what a mechanism does in the background.
+    runs; but it misses what a mechanism does in the background or within its steps. 0 without saves in advance.
     """
-    if not (run.step_seconds_before and run.save_interval_steps and run.save_seconds):
+    if not run.step_seconds_before:
         return None
-    return fmean(run.save_seconds) / run.save_interval_steps / fmean(run.step_seconds_before)
+    if not run.save_interval_steps:
+        return 0.0
+    if not run.save_seconds:
+        return None
+    stall = fmean(run.save_seconds) / run.save_interval_steps
+    training = fmean(run.step_seconds_before) - stall
+    return stall / training if training > 0 else None  # unless the saves after the fault took longer than those before
 
 
 def same_weights(run: Record, twin: Record) -> bool | None:
@@ -253,15 +259,18 @@ def _with_overhead(record: Record, plain: Sequence[float]) -> Record:
 def loss_progress(run: Record, twin: Record) -> tuple[float, float] | None:
     """How far the loss fell in the same time from the first fault on: in this run, and in the one without a fault.
 
-    As the paper does for A6 (section VI-C): both runs from the fault's step on, for as many seconds of training as the
-    shorter of them has left. None if one did not end, or has too few steps left.
+    As the paper does for A6 (section VI-C): both from the fault's step on, for as long as this run had steps left. How
+    many the other one makes in that time follows from this run's pace before the fault, since the paces of two runs
+    differ by more than what a lost rank may change. None if one did not end, or has too few steps.
     """
     struck = min((fault.step for fault in run.faults if fault.actual_s is not None), default=None)
-    if struck is None or not (run.ended and twin.ended and run.step_seconds_after and twin.step_seconds_before):
+    if struck is None or not (run.ended and twin.ended and run.step_seconds_after and run.step_seconds_before):
         return None
-    after, before = fmean(run.step_seconds_after), fmean(twin.step_seconds_before)
-    window_s = min((len(run.losses) - struck) * after, (len(twin.losses) - struck) * before)
-    falls = _fall(run.losses, struck, int(window_s / after)), _fall(twin.losses, struck, int(window_s / before))
+    slower = fmean(run.step_seconds_after) / fmean(run.step_seconds_before)
+    left, left_without = len(run.losses) - struck, len(twin.losses) - struck
+    ours = min(left, int(left_without / slower))
+    theirs = min(left_without, round(ours * slower))
+    falls = _fall(run.losses, struck, ours), _fall(twin.losses, struck, theirs)
     return None if falls[0] is None or falls[1] is None else (falls[0], falls[1])
 
 

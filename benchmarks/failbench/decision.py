@@ -12,7 +12,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import Any
 
-from benchmarks.failbench.aggregation import latest, with_overhead
+from benchmarks.failbench.aggregation import latest, stalled_share, with_overhead
 from benchmarks.failbench.cell import NO_MECHANISM
 from benchmarks.failbench.record import Evidence, Outcome, Record
 from lightning_accelpact.goodput.completion import completion_time, crossover
@@ -68,6 +68,9 @@ class Question:
         host_memory_bytes: To spare for copies of states, on each rank's host.
         storage_bytes: To spare for one rank's checkpoints.
         work_s: Seconds that the job takes without failures and mechanism.
+        by_steps: Take the overhead from the steps of different runs, as the paper does, and not from how long training
+            stood still for saves in the runs themselves. That contains what a mechanism does in the background and
+            within steps, but only on a machine that does nothing else is it more than noise.
     """
 
     architecture: str
@@ -83,6 +86,7 @@ class Question:
     host_memory_bytes: float = math.inf
     storage_bytes: float = math.inf
     work_s: float = 30 * 86_400.0
+    by_steps: bool = False
 
     def __post_init__(self) -> None:
         for name in ("between_failures_s", "state_bytes", "step_s", "interval_steps", "work_s"):
@@ -271,12 +275,13 @@ class _Inputs:
         return fmean([bool(run.fresh_starts) for run in self._runs])
 
     def overhead(self) -> Input:
-        found = [run.steady_overhead for run in self._runs if run.steady_overhead is not None]
+        figure = _steady_overhead if self._question.by_steps else stalled_share
+        found = [value for run in self._runs if (value := figure(run)) is not None]
         if not found:
             return Input(0.0, Tag.ANALYTIC)
         value = fmean(found)
         if self._interval is None:  # nothing periodic, so nothing that grows
-            return Input(value, Tag.MEASURED)
+            return Input(value, Tag.MEASURED if self._question.by_steps else Tag.ANALYTIC)
         slower = self._step_s().value / self._measured_step_s if self._measured_step_s else 1.0
         rarer = self._steps_between().value / self._interval
         return self._scaled(value, self._growth() / slower / rarer)
@@ -338,6 +343,10 @@ class _Inputs:
         if abs(factor - 1) <= _SAME_SIZE:
             return Input(value, Tag.MEASURED)
         return Input(value * factor, Tag.EXTRAPOLATED)
+
+
+def _steady_overhead(run: Record) -> float | None:
+    return run.steady_overhead
 
 
 def _obstacles(mechanism: str, values: Mapping[str, Input], inputs: _Inputs, question: Question) -> list[str]:

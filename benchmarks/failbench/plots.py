@@ -26,7 +26,7 @@ class Point:
 
     Args:
         mechanism: Name.
-        overhead: Steady-state overhead, a share.
+        overhead: Share of time that training stands still for saves; what happens within steps is not contained.
         restore: Effective restore, seconds.
     """
 
@@ -41,7 +41,7 @@ def points(summaries: Iterable[CellSummary], architecture: str) -> list[Point]:
     for one in summaries:
         if one.cell.architecture == architecture and one.cell.trace != NO_FAULT:
             found.setdefault(one.cell.mechanism, []).append(one)
-    made = [(name, pooled(cells, "overhead"), pooled(cells, "restore")) for name, cells in found.items()]
+    made = [(name, pooled(cells, "stalled_share"), pooled(cells, "restore")) for name, cells in found.items()]
     return [Point(name, overhead, restore) for name, overhead, restore in made if overhead and restore]
 
 
@@ -56,7 +56,7 @@ def pareto_front(candidates: Sequence[Point]) -> list[Point]:
 
 
 def write_plots(summaries: Mapping[object, CellSummary], folder: Path) -> list[Path]:
-    """Draw overhead against restore for each architecture that has two points or more.
+    """Draw the cost of saves against restore for each architecture that has two points or more.
 
     Args:
         summaries: Of the cells.
@@ -110,6 +110,11 @@ def _draw(axes: Axes, found: Sequence[Point], architecture: str) -> None:
         linewidth=0.8,
         label="Pareto front",
     )
-    axes.set(title=architecture, xlabel="steady-state overhead, %", ylabel="effective restore, ms", yscale="log")
+    axes.set(
+        title=architecture,
+        xlabel="standing still for saves, % of the time without",
+        ylabel="effective restore, ms",
+        yscale="log",
+    )
     axes.grid(alpha=0.3, which="both", linewidth=0.5)
     axes.legend(fontsize="small", frameon=False)

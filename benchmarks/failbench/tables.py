@@ -75,7 +75,7 @@ def figure_table(summaries: Iterable[CellSummary]) -> Table:
     table = _table("Figures: mean +- half (n); m measured, a analytic; times in ms")
     for name in ("cell", "outcome", "by"):
         table.add_column(name, no_wrap=True)
-    for name in ("overhead", *_TIMES, "redone", "rate", "exact"):
+    for name in ("overhead", "stalled", *_TIMES, "redone", "rate", "exact"):
         table.add_column(name, justify="right", overflow="fold")
     for one in summaries:
         table.add_row(*_row(one))
@@ -89,7 +89,7 @@ def _row(one: CellSummary) -> list[str]:
         str(one.cell),
         f"[{style}]{one.outcome.value}[/]",
         _EVIDENCE[one.evidence],
-        _number(one.estimates.get("overhead"), 100, 1, "%"),
+        *(_number(one.estimates.get(name), 100, 1, "%") for name in ("overhead", "stalled_share")),
         *times,
         _number(one.estimates.get("lost_steps"), 1, 1),
         _number(one.estimates.get("throughput_change"), 100, 0, "%"),
@@ -115,7 +115,7 @@ def overhead_table(summaries: Iterable[CellSummary]) -> Table:
     pairs: dict[tuple[str, str], list[CellSummary]] = {}
     for one in summaries:
         pairs.setdefault((one.cell.architecture, one.cell.mechanism), []).append(one)
-    table = _table("Steady-state overhead / effective restore in ms, mean over the traces")
+    table = _table("Standing still for saves / effective restore in ms, mean over the traces")
     mechanisms = _in_order(mechanism for _, mechanism in pairs)
     for name in ("", *mechanisms):
         table.add_column(name, justify="right" if name else "left")
@@ -125,8 +125,8 @@ def overhead_table(summaries: Iterable[CellSummary]) -> Table:
 
 
 def _pair(found: Sequence[CellSummary]) -> str:
-    overhead, restore = pooled(found, "overhead"), pooled(found, "restore")
-    parts = [f"{100 * overhead.mean:.1f}%" if overhead else "", f"{1e3 * restore.mean:.1f}" if restore else ""]
+    stalled, restore = pooled(found, "stalled_share"), pooled(found, "restore")
+    parts = [f"{100 * stalled.mean:.1f}%" if stalled else "", f"{1e3 * restore.mean:.1f}" if restore else ""]
     return " / ".join(part for part in parts if part)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from failbench_records import continued, halted, like, made
 
-from benchmarks.failbench.aggregation import Spread, estimate, loss_progress, summarize, t_quantile
+from benchmarks.failbench.aggregation import Spread, estimate, loss_progress, stalled_share, summarize, t_quantile
 from benchmarks.failbench.cell import Cell
 from benchmarks.failbench.record import Evidence, Outcome
 
@@ -71,7 +71,7 @@ def test_lists_count_recoveries_and_the_rest_runs() -> None:
     assert (found.runs, found.outcome, found.evidence) == (3, Outcome.RECOVERED, Evidence.MEASURED)
     assert found.estimates["detect"].n == 6
     assert found.estimates["lost_steps"].n == 3
-    assert found.mean("stalled_share") == pytest.approx(0.005 / 10 / 0.1005)
+    assert found.mean("stalled_share") == pytest.approx(0.0005 / 0.1)
     assert found.mean("skew") == pytest.approx(0.005)
 
 
@@ -98,14 +98,19 @@ def test_weights_are_compared_with_the_run_without_a_fault(digest: str | None, e
     assert found[Cell.parse("A2/FT1/F1")].mean("exact") == exact
 
 
-def test_progress_is_compared_over_the_same_time() -> None:
-    """After the fault the steps take half as long, so there are twice as many in the same time."""
-    twin = made("A6/FT9/none", losses=tuple(10.0 - step for step in range(30)))
-    run = continued("A6", losses=tuple(10.0 - step for step in range(30)), step_seconds_after=(0.05,) * 18)
-    # 18 steps of 0.05 s are 0.9 s, in which the other makes 9 (or 8, by rounding down)
-    ours, theirs = loss_progress(run, twin)
-    assert ours == pytest.approx(18)
-    assert theirs in (pytest.approx(8), pytest.approx(9))
+@pytest.mark.parametrize(("after", "ours", "theirs"), [(0.1, 18, 18), (0.05, 18, 9), (0.2, 9, 18)])
+def test_progress_is_compared_over_the_same_time(after: float, ours: int, theirs: int) -> None:
+    """If steps take half as long after the fault, there are twice as many in the same time; both have 18 left."""
+    falling = tuple(10.0 - step for step in range(30))
+    run = continued("A6", losses=falling, step_seconds_after=(after,) * 18)
+    # The other run's own pace is of no account
+    found = loss_progress(run, made("A6/FT9/none", losses=falling, step_seconds_before=(7.0,)))
+    assert found == (pytest.approx(ours), pytest.approx(theirs))
+
+
+def test_a_mechanism_without_saves_in_advance_never_stands_still() -> None:
+    assert stalled_share(like("FT4")) == 0.0
+    assert stalled_share(like("FT5")) == pytest.approx(0.372 / (0.4723 - 0.372), rel=1e-3)
 
 
 def test_no_progress_without_an_end() -> None:

@@ -24,7 +24,7 @@ PAPER = [
 
 
 def question(**values: Any) -> Question:
-    return Question(**{"architecture": "A2", "between_failures_s": 3600.0, **values})
+    return Question(**{"architecture": "A2", "between_failures_s": 3600.0, "by_steps": True, **values})
 
 
 def answer(**values: Any) -> Decision:
@@ -115,6 +115,15 @@ def test_an_architecture_that_goes_on_by_itself_is_a_candidate() -> None:
     records = [made("A6/FT9/none"), continued("A6", throughput_after=72.0)]
     decision = decide(records, question(architecture="A6"))
     assert (decision.best.mechanism, decision.best.throughput_after) == ("FT9", pytest.approx(0.9))
+
+
+def test_by_default_the_overhead_is_the_time_that_saves_took() -> None:
+    decision = answer(by_steps=False)
+    # Of FT1 0.005 s in 100 steps of 1.0048 * 0.112 s, of which they are a part
+    stall = 0.005 / 100
+    assert candidate(decision, "FT1").overhead == pytest.approx(stall / (1.0048 * STEP - stall), rel=1e-3)
+    none = candidate(decision, "FT4").inputs["overhead"]
+    assert (none.value, none.tag) == (0.0, Tag.ANALYTIC)
 
 
 def test_what_began_again_is_no_choice() -> None:

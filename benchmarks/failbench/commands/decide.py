@@ -44,6 +44,8 @@ def add_decide(commands: Any) -> None:
     for option, (field, text) in _OPTIONS.items():
         parser.add_argument(option, dest=field, type=float, metavar="N", required=option == "--mtbf", help=text)
     parser.add_argument("--work-hours", type=float, default=720.0, help="the job without failures (default: 720)")
+    by_steps = "overhead from the steps of different runs, not from the time that saves took (for quiet machines)"
+    parser.add_argument("--by-steps", action="store_true", help=by_steps)
     add_records(parser)
     parser.add_argument("--preset", metavar="NAME", help="leave out records of other presets")
     add_output(parser, "print one line of JSON")
@@ -64,7 +66,8 @@ def run_decide(options: argparse.Namespace) -> int:
     given = {field: getattr(options, field) for field, _ in _OPTIONS.values()}
     values = {field: value for field, value in given.items() if value is not None}
     try:
-        question = Question(architecture=options.arch, work_s=3600 * options.work_hours, **values)
+        values |= {"work_s": 3600 * options.work_hours, "by_steps": options.by_steps}
+        question = Question(architecture=options.arch, **values)
         decision = decide(records_of(options.records, options.preset), question)
     except ValueError as error:
         raise ValueError(_with_options(str(error))) from error
