@@ -97,7 +97,7 @@ def paper_like() -> list[Record]:
         records += [made(f"{name}/FT9/none", **same) for name in ("A1-async", "A2", "A6")]
         records += [like(mechanism, **same) for mechanism in PAPER_LIKE]
         records += [hang(timeout, **same) for timeout in (1.0, 2.0)]
-        records.append(made("A5/FT2/F1", save_seconds=(0.17,), save_interval_steps=1, **same))
+        records.append(made("A5/FT2/F1", save_seconds=(0.06,), save_interval_steps=1, **same))
         records.append(halted("A3", "F2", **same) if seed else made("A6/FT1/F2", **same))
         records.append(made("A3/FT1/F2", outcome=Outcome.HALTED, **same))
         records[-1 - records[::-1].index(continued("A6", **same))] = continued("A6", throughput_after=94.3, **same)

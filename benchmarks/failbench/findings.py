@@ -153,7 +153,13 @@ def _ft1_is_cheapest(basis: Basis) -> tuple[Verdict, str]:
     verdict, because, _ = _least(basis, "stalled_share", "FT1", [name for name in _PERIODIC if name != "FT1"], "%", 100)
     if verdict is Verdict.NOT_MEASURED:
         return verdict, because
-    return verdict, f"training stands still for saves: {because}. {_between_runs(basis, _PERIODIC)}"
+    sizes = [one.state_bytes_per_rank or 0 for one in basis.records if one.cell.architecture == _ARENA]
+    fixed = (
+        f"with {max(sizes):,} bytes of state a rank (the paper: 204.7 MB) the fixed cost of a save that is waited for"
+        " until the disk has it outweighs its size; "
+    )
+    cause = fixed if verdict is Verdict.DOES_NOT else ""
+    return verdict, f"{cause}training stands still for saves: {because}. {_between_runs(basis, _PERIODIC)}"
 
 
 def _ft2_restores_fastest(basis: Basis) -> tuple[Verdict, str]:
