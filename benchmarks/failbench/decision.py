@@ -20,6 +20,8 @@ from lightning_accelpact.goodput.completion import completion_time, crossover
 # Copies of a rank's state that a mechanism keeps: in the memory of hosts, and in storage (section II-B)
 _IN_MEMORY = {"FT2": 1, "FT4": 1, "FT5": 1, "FT6": 2}
 _IN_STORAGE = {"FT1": 1, "FT3": 1}
+# Until a lost rank is made up for, if nothing is said about it: a node that is exchanged by hand
+_REPLACE_S = 3600.0
 # A state of another size than the measured one is an extrapolation
 _SAME_SIZE = 0.1
 
@@ -63,6 +65,7 @@ class Question:
         detect_s: Seconds until a failure is noticed; None for what was measured.
         reform_s: Seconds for new process groups and processes; None for what was measured.
         warning_s: Seconds of warning before a failure; 0 if there is none.
+        replace_s: Seconds until a lost rank is made up for, where a mechanism goes on without it; None for an hour.
         restore_cap_s: Longest effective restore.
         overhead_cap: Largest steady-state overhead, a share.
         host_memory_bytes: To spare for copies of states, on each rank's host.
@@ -81,6 +84,7 @@ class Question:
     detect_s: float | None = None
     reform_s: float | None = None
     warning_s: float = 0.0
+    replace_s: float | None = None
     restore_cap_s: float = math.inf
     overhead_cap: float = math.inf
     host_memory_bytes: float = math.inf
@@ -97,6 +101,7 @@ class Question:
             "detect_s",
             "reform_s",
             "warning_s",
+            "replace_s",
             "restore_cap_s",
             "overhead_cap",
             "host_memory_bytes",
@@ -113,18 +118,18 @@ class Candidate:
 
     Args:
         mechanism: Name.
-        inputs: ``overhead`` (a share), and seconds for each failure: ``detect``, ``restore``, ``reform`` and
-            ``lost_work``.
+        inputs: ``overhead`` (a share), and seconds for each failure: ``detect``, ``restore``, ``reform``,
+            ``lost_work`` and ``degraded`` (what is not trained while ranks are missing).
         completion_s: Expected completion time.
         obstacles: Why it is no choice; empty if it is one.
-        throughput_after: After a failure that is not made up for, as a share of before; 1 if lost ranks are replaced.
+        growth: State in question by the measured one.
     """
 
     mechanism: str
     inputs: Mapping[str, Input]
     completion_s: float
     obstacles: tuple[str, ...] = ()
-    throughput_after: float = 1.0
+    growth: float = 1.0
 
     @property
     def overhead(self) -> float:
@@ -178,7 +183,6 @@ class Decision:
                     },
                     "obstacles": list(one.obstacles),
                     "break_even_s": self.break_evens.get(one.mechanism),
-                    "throughput_after": one.throughput_after,
                 }
                 for one in self.candidates
             ],
@@ -226,20 +230,21 @@ def _candidate(mechanism: str, runs: Sequence[Record], question: Question, plain
         "restore": inputs.restore(),
         "reform": inputs.reform(),
         "lost_work": inputs.lost_work(),
+        "degraded": inputs.degraded(),
     }
-    seconds = sum(one.value for name, one in values.items() if name != "overhead")
+    recovery_s = sum(one.value for name, one in values.items() if name not in ("overhead", "lost_work"))
     return Candidate(
         mechanism=mechanism,
         inputs=values,
         completion_s=completion_time(
             work_s=question.work_s,
             overhead=values["overhead"].value,
-            recovery_s=seconds - values["lost_work"].value,
+            recovery_s=recovery_s,
             lost_work_s=values["lost_work"].value,
             between_failures_s=question.between_failures_s,
         ),
         obstacles=tuple(_obstacles(mechanism, values, inputs, question)),
-        throughput_after=inputs.throughput_after(),
+        growth=inputs.growth,
     )
 
 
@@ -284,13 +289,13 @@ class _Inputs:
             return Input(value, Tag.MEASURED if self._question.by_steps else Tag.ANALYTIC)
         slower = self._step_s().value / self._measured_step_s if self._measured_step_s else 1.0
         rarer = self._steps_between().value / self._interval
-        return self._scaled(value, self._growth() / slower / rarer)
+        return self._scaled(value, self.growth / slower / rarer)
 
     def detect(self) -> Input:
         return self._given(self._question.detect_s, "detect_seconds")
 
     def restore(self) -> Input:
-        return self._scaled(self._mean("restore_seconds"), self._growth())
+        return self._scaled(self._mean("restore_seconds"), self.growth)
 
     def reform(self) -> Input:
         if self._question.reform_s is not None:
@@ -305,16 +310,15 @@ class _Inputs:
 
     def emergency(self) -> Input:
         """The save upon a warning."""
-        return self._scaled(self._mean("emergency_seconds"), self._growth())
+        return self._scaled(self._mean("emergency_seconds"), self.growth)
 
-    def throughput_after(self) -> float:
-        """After a continuation, as a share of before; 1 for a recovery."""
-        shares = [
-            run.throughput_after / run.throughput_before
-            for run in self._runs
-            if run.outcome is Outcome.CONTINUED and run.throughput_before and run.throughput_after
-        ]
-        return fmean(shares) if shares else 1.0
+    def degraded(self) -> Input:
+        """Seconds of training that the ranks miss which a failure takes away, until they are made up for."""
+        missing = [(run.world_size - (run.world_after or 0)) / len(run.faults) / run.world_size for run in self._runs]
+        if not any(missing):
+            return Input(0.0, Tag.MEASURED)
+        given = self._question.replace_s
+        return Input(fmean(missing) * (_REPLACE_S if given is None else given), Tag.ANALYTIC)
 
     def _step_s(self) -> Input:
         given = self._question.step_s
@@ -327,8 +331,9 @@ class _Inputs:
             return Input(float(self._interval or 0), Tag.MEASURED)
         return Input(given, Tag.GIVEN)
 
-    def _growth(self) -> float:
-        """The state in question against the measured one."""
+    @property
+    def growth(self) -> float:
+        """The state in question by the measured one."""
         return self.state_bytes / self._size if self._size else 1.0
 
     def _given(self, given: float | None, figure: str) -> Input:

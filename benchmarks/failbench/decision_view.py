@@ -10,7 +10,9 @@ from rich.text import Text
 from benchmarks.failbench.decision import Candidate, Decision, Input, Tag
 
 _TAGS = {Tag.GIVEN: "g", Tag.MEASURED: "m", Tag.EXTRAPOLATED: "x", Tag.ANALYTIC: "a"}
-_FIGURES = ("overhead", "detect", "restore", "reform", "lost_work")
+_FIGURES = ("overhead", "detect", "restore", "reform", "lost_work", "degraded")
+# Beyond this an extrapolation deserves a warning
+_FAR = 10.0
 _KEY = (
     "stretch: expected completion time by the time without failures and mechanism. Seconds, for each failure. g given,"
     " m measured, x extrapolated, a analytic. equal at: mean time between failures at which it takes as long as the"
@@ -57,6 +59,9 @@ def _break_even(one: Candidate, decision: Decision) -> str:
 
 def _notes(one: Candidate) -> list[str]:
     notes = list(one.obstacles)
-    if one.throughput_after != 1.0:
-        notes.append(f"goes on with {one.throughput_after:.0%} of the throughput, which the time does not contain")
+    if not 1 / _FAR <= one.growth <= _FAR:
+        notes.append(
+            f"extrapolated to {one.growth:.3g} times the measured state, as if fixed costs grew with it, too;"
+            " measure with a larger preset"
+        )
     return notes

@@ -10,7 +10,7 @@ import pytest
 from failbench_records import PAPER_LIKE, continued, halted, like, made
 from rich.console import Console
 
-from benchmarks.failbench.decision import Candidate, Decision, Question, Tag, decide
+from benchmarks.failbench.decision import Candidate, Decision, Input, Question, Tag, decide
 from benchmarks.failbench.decision_view import render
 
 # Section VII: overheads of FT1 and FT2, restores, and an interval of 100 steps of 112 ms
@@ -81,13 +81,13 @@ def test_what_an_input_rests_on() -> None:
     tags = {name: one.tag for name, one in candidate(answer(), "FT1").inputs.items()}
     assert tags == {
         "overhead": Tag.MEASURED, "detect": Tag.MEASURED, "restore": Tag.MEASURED, "reform": Tag.MEASURED,
-        "lost_work": Tag.ANALYTIC,
+        "lost_work": Tag.ANALYTIC, "degraded": Tag.MEASURED,
     }  # fmt: skip
     larger = candidate(answer(state_bytes=10_000, detect_s=600.0, reform_s=5.0), "FT1")
     tags = {name: one.tag for name, one in larger.inputs.items()}
     assert tags == {
         "overhead": Tag.EXTRAPOLATED, "detect": Tag.GIVEN, "restore": Tag.EXTRAPOLATED, "reform": Tag.GIVEN,
-        "lost_work": Tag.ANALYTIC,
+        "lost_work": Tag.ANALYTIC, "degraded": Tag.MEASURED,
     }  # fmt: skip
     assert larger.tag is Tag.ANALYTIC
     assert candidate(answer(), "FT4").tag is Tag.MEASURED
@@ -114,7 +114,28 @@ def test_a_mechanism_that_saves_after_each_step_does_so_at_any_interval() -> Non
 def test_an_architecture_that_goes_on_by_itself_is_a_candidate() -> None:
     records = [made("A6/FT9/none"), continued("A6", throughput_after=72.0)]
     decision = decide(records, question(architecture="A6"))
-    assert (decision.best.mechanism, decision.best.throughput_after) == ("FT9", pytest.approx(0.9))
+    assert decision.best.mechanism == "FT9"
+    # One of eight ranks is missing for an hour
+    assert decision.best.inputs["degraded"] == Input(pytest.approx(3600 / 8), Tag.ANALYTIC)
+    sooner = decide(records, question(architecture="A6", replace_s=80.0))
+    assert sooner.best.inputs["degraded"].value == pytest.approx(10)
+
+
+def test_who_replaces_lost_ranks_misses_none() -> None:
+    assert candidate(answer(), "FT1").inputs["degraded"] == Input(0.0, Tag.MEASURED)
+
+
+def test_going_on_with_fewer_ranks_is_dearer_than_replacing_them() -> None:
+    shrinking = made("A2/FT8/F1", world_after=7, restore_seconds=(0.0,), reform_seconds=(0.0,), lost_seconds=0.0)
+    decision = decide([*PAPER, shrinking], question())
+    assert decision.best.mechanism == "FT1"
+    assert decide([*PAPER, shrinking], question(replace_s=1.0)).best.mechanism == "FT8"
+
+
+def test_a_far_extrapolation_is_noted() -> None:
+    console = Console(width=200, file=io.StringIO())
+    console.print(render(answer(state_bytes=1e6)))
+    assert "extrapolated to 1e+03 times the measured state" in console.file.getvalue()
 
 
 def test_by_default_the_overhead_is_the_time_that_saves_took() -> None:

@@ -30,6 +30,10 @@ _OPTIONS = {
     "--detect-seconds": ("detect_s", "until a failure is noticed (default: as measured)"),
     "--reform-seconds": ("reform_s", "for new process groups and processes (default: as measured)"),
     "--warning-seconds": ("warning_s", "warning before a failure (default: none)"),
+    "--replace-seconds": (
+        "replace_s",
+        "until a lost rank is made up for, where training goes on without (default: 3600)",
+    ),
     "--restore-cap": ("restore_cap_s", "longest effective restore, seconds"),
     "--overhead-cap": ("overhead_cap", "largest steady-state overhead, a share such as 0.02"),
     "--host-memory-bytes": ("host_memory_bytes", "to spare for copies of states, for each rank"),
