@@ -13,7 +13,6 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lightning_accelpact import loop
@@ -144,7 +143,7 @@ class FabricHSDPStrategy(UserRun, ResilientHSDP, ModelParallelStrategy):
         module.register_forward_pre_hook(self._before_forward)
         for name in STEP_METHODS:  # a LightningModule's; Fabric calls them without forward()
             if hasattr(module, name):
-                register_fsdp_forward_method(module, name)
+                fsdp2.register_forward_method(module, name)
         return module
 
     def setup_module_and_optimizers(

@@ -16,7 +16,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lightning_accelpact import loop
@@ -26,6 +25,7 @@ from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
 from lightning_accelpact.metric_sync import MetricSync
 from lightning_accelpact.participants import Attributes, owner_of
 from lightning_accelpact.position import Position, choose_checkpoint, obstacle
+from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPlan
 from lightning_accelpact.recovery.options import RecoveryOptions
@@ -415,6 +415,6 @@ class ResilientHSDPStrategy(ResilientTraining, ModelParallelStrategy):
         self._shard(self.model)
         for name in STEP_METHODS:  # Lightning calls these, not forward()
             if is_overridden(name, self.lightning_module):
-                register_fsdp_forward_method(self.model, name)
+                fsdp2.register_forward_method(self.model, name)
         with loop.configured_by_strategy(self.lightning_module):
             yield

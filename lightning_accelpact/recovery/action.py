@@ -72,6 +72,7 @@ class RankReport:
         detail: Why ``replayable`` or ``intact`` is false; empty otherwise.
         in_place: Whether its pass or vote of the current update can simply go on: no exception has unwound it.
         stuck: Whether the rank is inside a collective outside of any window, which cannot be unwound.
+        between: Whether it is inside an operation of all ranks outside of an update, such as the closing vote.
         groups: How far it has come in each of its groups, by name.
         iterations: Iterations of the user's own loop that it has begun in the current update, where only the loop can
             run the update again; else 0.
@@ -86,6 +87,7 @@ class RankReport:
     detail: str = ""
     in_place: bool = False
     stuck: bool = False
+    between: bool = False
     groups: dict[str, GroupReport] = field(default_factory=dict)
     iterations: int = 0
 
@@ -225,7 +227,23 @@ def _obstacle(reports: Sequence[RankReport], frontier: int, verbs: Sequence[Acti
         begun = report.frontier == frontier and report.phase is not Phase.COMMITTED
         if Action.REDO in verbs and begun and not report.replayable:
             return f"rank {report.rank} cannot run its update again: {report.detail or 'no reason given'}"
-    return ""
+    return _parting(reports, frontier)
+
+
+def _parting(reports: Sequence[RankReport], frontier: int) -> str:
+    """How the ranks' own programs have parted, so that some would wait for the others for ever; empty if they have not.
+
+    Whoever is inside the update after an operation has passed that operation, and so has everybody voted in it.
+    """
+    current = [report for report in reports if report.frontier == frontier]
+    before = [report.rank for report in current if report.between and report.phase is Phase.COMMITTED]
+    inside = [report.rank for report in current if report.phase is not Phase.COMMITTED]
+    if not (before and inside):
+        return ""
+    return (
+        f"ranks {before} wait for all ranks before update {frontier}, in a barrier or at the end of the run, and ranks"
+        f" {inside} are inside it: their programs have parted, as when a loop ends earlier on some ranks than on others"
+    )
 
 
 def _unqualified(reports: Sequence[RankReport], verbs: Sequence[Action], ruling: Ruling) -> str:

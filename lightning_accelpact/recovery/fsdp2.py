@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightning_accelpact.recovery.modules import walk
@@ -44,6 +44,15 @@ def _param_groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
 def wrapped_modules(root: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that FSDP wraps, outermost first."""
     return [module for module in walk(root) if isinstance(module, FSDPModule)]
+
+
+def register_forward_method(module: torch.nn.Module, name: str) -> None:
+    """Let FSDP gather a module's parameters in this method, too; a second time, as in a second run, changes nothing.
+
+    torch would wrap it once more, and each wrapper hides one argument from ``inspect.signature``.
+    """
+    if not hasattr(vars(module).get(name), "__wrapped__"):
+        register_fsdp_forward_method(module, name)
 
 
 def reset_iteration(root: torch.nn.Module) -> None:

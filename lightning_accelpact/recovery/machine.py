@@ -503,6 +503,7 @@ class RepairMachine:
             place = {
                 "in_place": self.retry.whole and not self._unwound,
                 "stuck": self.retry.flying and not self.inside_update,
+                "between": self.inside_operation and not self.inside_update,
                 "groups": self.retry.report(),
             }
             report = self.progress.report(generation, **place).to_dict()

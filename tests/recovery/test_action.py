@@ -378,6 +378,7 @@ REPORTS = st.builds(
     detail=st.text(),
     in_place=st.booleans(),
     stuck=st.booleans(),
+    between=st.booleans(),
     groups=st.dictionaries(
         st.text(), st.builds(GroupReport, finished=st.integers(0, 2**31), pending=st.integers(0, 99), kept=st.integers(0, 99))
     ),
@@ -388,6 +389,34 @@ REPORTS = st.builds(
 @example(report(0, 0, COMMITTED))
 def test_a_report_survives_the_wire(sent: RankReport):
     assert RankReport.from_dict(json.loads(json.dumps(sent.to_dict()))) == sent
+
+
+# -- programs that have parted
+
+
+@pytest.mark.parametrize("phase", [FORWARD, BACKWARD, PREPARED])
+def test_ranks_that_wait_before_an_update_never_meet_those_inside(phase: Phase):
+    waits = replace(report(1, 5, COMMITTED), between=True)
+    decision = decide([report(0, 5, phase), waits, report(2, 5, phase)])
+    assert decision.action is Action.RESTART
+    assert decision.reason.startswith("ranks [1] wait for all ranks before update 5")
+    assert "ranks [0, 2] are inside it: their programs have parted" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [report(1, 4, PREPARED), report(1, 5, COMMITTED), replace(report(1, 5, COMMITTED), between=True)],
+    ids=["an update behind", "on its way", "there"],
+)
+def test_ranks_that_wait_between_two_updates_meet_those_that_come(peer: RankReport):
+    waits = replace(report(0, 5, COMMITTED), between=True)
+    assert decide([waits, peer]).action is not Action.RESTART
+
+
+def test_in_the_middle_of_an_update_too():
+    """As in a validation between two micro-batches, where a peer may still be inside the first one."""
+    waits = replace(report(0, 5, BACKWARD), between=True)
+    assert decide([waits, report(1, 5, FORWARD)]).action is not Action.RESTART
 
 
 @given(REPORTS)
