@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.failbench import registry
+from benchmarks.failbench.architectures.architecture import Architecture
 from benchmarks.failbench.cell import Cell
 from benchmarks.failbench.control import Control
 from benchmarks.failbench.injector import Injector
@@ -148,7 +150,7 @@ class Member:
             Done(form.generation, state.weights_sha256(), state.bytes, tuple(self._log), tuple(self._emergency))
         )
 
-    def _take_part(self, form: Form):
+    def _take_part(self, form: Form) -> Architecture:
         """Form groups, make the model, restore."""
         seat, mechanism = self._seat, self._mechanism
         world = World(form.members, seat.member, form.generation, seat.preset.detect_timeout_s)
@@ -177,7 +179,7 @@ class Member:
         preset, architecture = self._seat.preset, self._architecture
         return architecture.workload(preset, self._seat.seed).batch * architecture.contributors(preset.ranks)
 
-    def _on_loss(self, world: World):
+    def _on_loss(self, world: World) -> Callable[[int], None]:
         return lambda rank: self._control.tell(LostPeer(world.members[rank], time.monotonic()))
 
     def _heed_warning(self, step: int) -> None:
