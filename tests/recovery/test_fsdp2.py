@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import adapters
@@ -96,3 +97,21 @@ def test_the_last_reduction_is_hooked_between_its_two_halves(bare: bool, facts: 
     found = facts["last_reduction"][bare]
     each = ["reduce_scatter_single", "all_reduce"]
     assert found["events"] == each * (found["groups"] - 1) + ["reduce_scatter_single", "hook", "all_reduce"]
+
+
+def test_a_method_is_wrapped_once_however_often_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module(torch.nn.Module):
+        def predict_step(self, batch: Any) -> Any:
+            return batch
+
+    def wrap(module: torch.nn.Module, name: str) -> None:
+        method = getattr(module, name)
+        setattr(module, name, functools.wraps(method)(lambda *args: method(*args)))
+
+    monkeypatch.setattr(fsdp2, "register_fsdp_forward_method", wrap)
+    module = Module()
+    fsdp2.register_forward_method(module, "predict_step")
+    first = module.predict_step
+    fsdp2.register_forward_method(module, "predict_step")
+    assert module.predict_step is first
+    assert module.predict_step(3) == 3
