@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -16,7 +16,7 @@ from lightning_accelpact.qualification.model import Trained
 from lightning_accelpact.recovery import c10d, session
 from lightning_accelpact.recovery.action import Action
 from lightning_accelpact.recovery.fault import Fault, FaultKind, FaultPoint, InjectedFault
-from lightning_accelpact.recovery.options import RecoveryOptions
+from lightning_accelpact.recovery.options import HsdpShape, RecoveryOptions
 from lightning_accelpact.recovery.runtime import HsdpRuntime, Place
 
 EPOCHS = 128
@@ -115,8 +115,13 @@ def preserve(target: Target) -> dict[str, Any]:
 
 def retry(target: Target) -> dict[str, Any]:
     """Train with faults whose collectives run again in place; the end must be that of an undisturbed run."""
-    points = (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.ALL_REDUCE)
-    kinds = (FaultKind.COLLECTIVE, FaultKind.SOCKETS, FaultKind.COLLECTIVE)
+    size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    shape = HsdpShape.resolve("auto", "auto", num_nodes=size // local, devices_per_node=local)
+    if shape.shard == 1:  # no collective in a forward pass, and no reduce-scatter before the all-reduce
+        points, kinds = (FaultPoint.FORWARD, FaultPoint.BACKWARD), (FaultKind.SOCKETS, FaultKind.COLLECTIVE)
+    else:
+        points = (FaultPoint.FORWARD, FaultPoint.BACKWARD, FaultPoint.ALL_REDUCE)
+        kinds = (FaultKind.COLLECTIVE, FaultKind.SOCKETS, FaultKind.COLLECTIVE)
     return _trained(target, points, kinds, "retry")
 
 
@@ -128,7 +133,7 @@ def redo(target: Target) -> dict[str, Any]:
 
 
 def _trained(
-    target: Target, points: tuple[FaultPoint, ...], kinds: tuple[FaultKind, ...], uncommitted: str
+    target: Target, points: Sequence[FaultPoint], kinds: Sequence[FaultKind], uncommitted: str
 ) -> dict[str, Any]:
     module, _, name = target.loop.partition(":")
     train: Trained = getattr(import_module(module), name)

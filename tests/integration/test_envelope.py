@@ -176,12 +176,26 @@ def test_a_platform_that_kills_the_process_is_not_qualified_and_trains_on(
     assert "rebuild: 0 of 1, rank 0: process killed by SIGSEGV" in stopped(fit(file))
 
 
+def _fine(target: probes.Target) -> dict[str, Any]:
+    """A probe that goes well, in no time, so that the deadline can be short."""
+    clean = {"references": 1, "stale_references": 0}
+    verbs = {"committed": "preserve", "forward": "retry", "backward": "retry", "prepared": "roll_forward"}
+    repairs = [{"phase": phase, "verb": verb, **clean} for phase, verb in verbs.items()]
+    return {"seconds": 0.1, "seen": "nothing", "repairs": repairs}
+
+
 def test_a_probe_that_hangs_costs_its_action(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    entry = qualify(monkeypatch, tmp_path / "envelope.json", "--json", "--deadline", "6", redo=_hangs)
+    others = dict.fromkeys(("rebuild", "again", "watchdog", "preserve", "retry"), _fine)
+    entry = qualify(monkeypatch, tmp_path / "envelope.json", "--json", "--deadline", "5", redo=_hangs, **others)
     details = {probe.name: (probe.successes, probe.detail) for probe in entry.probes}
     assert details["redo"] == (0, "rank 0: hung: still there at the deadline, and killed then")
-    assert details["retry"][0] == 1
-    assert not any(Action.REDO in names for names in entry.actions.values())
+    assert details["retry"] == (1, "nothing")
+    assert entry.actions == {
+        Phase.COMMITTED: (Action.PRESERVE, Action.RETRY),
+        Phase.FORWARD: (Action.RETRY,),
+        Phase.BACKWARD: (Action.RETRY,),
+        Phase.PREPARED: (Action.ROLL_FORWARD, Action.RETRY),
+    }
 
 
 @pytest.mark.parametrize(
