@@ -52,7 +52,8 @@ _PAPER: Mapping[tuple[str, str], Compatibility] = {
 }
 
 _MIRRORS_HERE = (
-    "Works here: mechanisms have a process group of their own over all living ranks, which is formed anew after a loss."
+    "Works here: gossip has links of its own along its edges, and besides them there is a process group of all living"
+    " ranks, in which mirrors are addressed and which is formed anew after a loss."
 )
 _NO_REPLICA = "no two ranks hold the same state, so nobody could hand a lost rank's state to its replacement"
 

@@ -168,7 +168,7 @@ def _reasons(architecture: str, mechanism: str) -> list[str]:
     said = []
     if paper and paper.kind is not Kind.VIABLE:
         said.append(("the paper, inferred" if paper.inferred else "the paper", paper))
-    if here is not paper and (paper or here.kind is not Kind.VIABLE):
+    if here != paper and (paper or here.kind is not Kind.VIABLE):
         said.append(("this harness", here))
     return [f"{architecture} {mechanism}, {one.kind.value} ({who}): {one.reason}" for who, one in said]
 

@@ -181,6 +181,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "list")
     for name in ("A1-async", "A7", "FT1", "FT10", *TRACES):
         assert f"\n{name} " in text
+    assert "A6 FT5, infeasible (the paper, inferred): " in text
+    assert "A6 FT5, viable (this harness): Works here: " in text
+    assert "A2 FT1, " not in text
     pairs = last_line(said(capsys, "list", "--json"))["compatibility"]
     assert pairs["A6/FT2"]["paper"]["kind"] == "infeasible"
     assert pairs["A6/FT2"]["here"]["kind"] == "viable"

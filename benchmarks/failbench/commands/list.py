@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from benchmarks.failbench import compatibility, registry
@@ -33,14 +34,18 @@ def run_list(options: argparse.Namespace) -> int:
         print(json.dumps(_to_dict(architectures, mechanisms)))
         return 0
     out = console()
-    out.print(name_table("Architectures", {name: _first_line(registry.architecture(name)) for name in architectures}))
-    out.print(name_table("Mechanisms", {name: _first_line(registry.mechanism(name)) for name in mechanisms}))
+    out.print(name_table("Architectures", {name: _title(name, registry.architecture(name)) for name in architectures}))
+    out.print(name_table("Mechanisms", {name: _title(name, registry.mechanism(name)) for name in mechanisms}))
     out.print(name_table("Traces", TRACES), compatibility_table(architectures, mechanisms))
     return 0
 
 
-def _first_line(described: type) -> str:
-    return (described.__doc__ or "").strip().partition("\n")[0]
+def _title(name: str, described: type) -> str:
+    """The first line of the documentation: the module's if that begins with the name, else the class's."""
+    module, own = (
+        (one.__doc__ or "").strip().partition("\n")[0] for one in (sys.modules[described.__module__], described)
+    )
+    return (module if module.startswith(f"{name}:") else own).removeprefix(f"{name}: ")
 
 
 def _to_dict(architectures: tuple[str, ...], mechanisms: tuple[str, ...]) -> dict[str, Any]:
