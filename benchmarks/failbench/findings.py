@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
 
-from benchmarks.failbench.aggregation import CellSummary, Estimate, latest, pooled, summarize
+from benchmarks.failbench.aggregation import CellSummary, Estimate, Spread, latest, pooled, summarize
 from benchmarks.failbench.cell import NO_FAULT, NO_MECHANISM, PAPER_TRACES, Cell
 from benchmarks.failbench.record import Outcome, Record
 
@@ -16,6 +16,7 @@ _CONTINUING = ("A1-async", "A6")
 # The architecture on which the paper compares mechanisms (section VII), and those that it compares there
 _ARENA = "A2"
 _PERIODIC = ("FT1", "FT2", "FT3", "FT5", "FT6")
+_FIGURES = {"stalled_share": "the time that training stands still for saves", "restore": "the restore"}
 # A hang is noticed when the timeout has passed, and what comes after it is part of the detection as measured
 _LATE_SHARE, _LATE_S = 0.25, 0.5
 
@@ -124,7 +125,7 @@ def _least(
     known = {name: one for name, one in found.items() if one}
     if len(known) < len(found):
         absent = ", ".join(name for name in found if name not in known)
-        return *_missing(f"the {figure} of {absent} on {_ARENA}"), True
+        return *_missing(f"{_FIGURES[figure]} of {absent} on {_ARENA}"), True
     told = ", ".join(f"{name} {_told(one, factor, unit)}" for name, one in known.items())
     mine = known.pop(favourite)
     lower = [name for name, one in known.items() if one.mean < mine.mean]
@@ -136,7 +137,8 @@ def _least(
 
 
 def _told(found: Estimate, factor: float, unit: str) -> str:
-    return f"{factor * found.mean:.1f} +- {factor * found.half:.1f} {unit}"
+    half = "" if found.spread is Spread.NONE else f" +- {factor * found.half:.1f}"
+    return f"{factor * found.mean:.1f}{half} {unit}"
 
 
 def _between_runs(basis: Basis, mechanisms: Sequence[str]) -> str:
@@ -225,8 +227,8 @@ def _gossip_gains_throughput_only(basis: Basis) -> tuple[Verdict, str]:
     if not (change and fall and matched):
         return _missing(f"A6/{NO_MECHANISM}/F1 and of its matched run without a fault")
     told = (
-        f"throughput {change.mean:+.1%} +- {change.half:.1%} (n = {change.n}); the loss fell by {fall.mean:.4f} +-"
-        f" {fall.half:.4f}, without a fault by {matched.mean:.4f} +- {matched.half:.4f} in the same time"
+        f"throughput {_told(change, 100, '%')} (n = {change.n}); the loss fell by {fall.mean:.3f} +- {fall.half:.3f},"
+        f" without a fault by {matched.mean:.3f} +- {matched.half:.3f} in the same time"
     )
     if change.mean <= 0:
         return _verdict(False, f"samples a second did not rise: {told}")

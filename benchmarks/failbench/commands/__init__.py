@@ -10,7 +10,7 @@ from rich.console import Console
 
 RECORDS = Path("failbench.jsonl")
 # Of a file or a pipe, in which nothing needs to be folded
-_WIDE = 160
+_WIDE = 200
 
 
 class CommandError(Exception):
