@@ -40,7 +40,7 @@ def stages() -> dict[str, Any]:
     os.environ["WORLD_SIZE"] = size
     predictions = trainer.predict(module, loader)
     os.environ["WORLD_SIZE"] = size
-    trainer.fit_loop.max_steps = 4
+    trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(module)
     return {
         "predictions": len(predictions),
