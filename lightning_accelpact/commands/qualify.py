@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_accelpact.recovery.envelope import Entry
 
 FRAMEWORKS = ("lightning.pytorch", "lightning.fabric", "accelerate")
+GENERATIONS = {"fsdp2": list(FRAMEWORKS), "fsdp1": ["lightning.pytorch"]}
+"""Generation of FSDP -> the frameworks that have a strategy for it."""
 
 
 def add_qualify(commands: Any) -> None:
@@ -32,9 +34,8 @@ def add_qualify(commands: Any) -> None:
         " own under a deadline, and write down what this stack can do. Under torchrun all its"
         " processes take part. The exit status is 0 also if nothing is qualified; that is a result.",
     )
-    parser.add_argument(
-        "--framework", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS), help="whose loops (default: all)"
-    )
+    parser.add_argument("--framework", nargs="+", choices=FRAMEWORKS, help="whose loops (default: all)")
+    parser.add_argument("--fsdp", choices=tuple(GENERATIONS), default="fsdp2", help="generation of FSDP (default: fsdp2)")
     parser.add_argument("--trials", type=int, default=5, metavar="N", help="of each probe, in fresh processes (default: 5)")
     parser.add_argument("--deadline", type=float, metavar="S", help="seconds for one trial (default: 40)")
     parser.add_argument("--backend", help="of the training groups (default: the device's own)")
@@ -55,6 +56,7 @@ def run_qualify(options: argparse.Namespace) -> int:
     from lightning_accelpact.qualification.qualify import DEADLINE, Form
     from lightning_accelpact.recovery.envelope import Envelope, EnvelopeError
 
+    options.framework = options.framework or GENERATIONS[options.fsdp]
     if options.trials < 1:
         raise CommandError(f"--trials {options.trials} must be at least 1")
     deadline = DEADLINE if options.deadline is None else options.deadline
@@ -123,7 +125,7 @@ def _entry(
         progress.update(task, advance=1, description=f"{framework}: {name}")
         progress.refresh()
 
-    stack = stack_of(how["make_world"](1), backend=backend, device_type=device, framework=framework, fsdp="fsdp2")
+    stack = stack_of(how["make_world"](1), backend=backend, device_type=device, framework=framework, fsdp=options.fsdp)
     return qualify(stack, device, on_trial=on_trial, **how)
 
 

@@ -22,6 +22,7 @@ from lightning_accelpact.recovery.stack import Stack
 
 LOOPS = {
     ("lightning.pytorch", "fsdp2"): "lightning_accelpact.qualification.under_trainer:train",
+    ("lightning.pytorch", "fsdp1"): "lightning_accelpact.qualification.under_trainer:train_fsdp1",
     ("lightning.fabric", "fsdp2"): "lightning_accelpact.qualification.under_fabric:train",
     ("accelerate", "fsdp2"): "accelerate_plugin.qualification:train",
 }

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_accelpact.fsdp1_strategy import ResilientFSDP1Strategy
 from lightning_accelpact.qualification.model import BATCH, MICRO_BATCHES, UPDATES, batches, blocks
 from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
-from lightning_accelpact.strategy import ResilientHSDPStrategy
+from lightning_accelpact.strategy import ResilientHSDPStrategy, ResilientTraining
 
 
 class _Module(pl.LightningModule):
@@ -40,9 +41,21 @@ def train(
     faults: list[Fault], options: dict[str, Any], accelerator: str, backend: str
 ) -> tuple[str, list[dict[str, Any]]]:
     """Train, and say where this rank has ended and what happened on the way."""
-    strategy = ResilientHSDPStrategy(
-        faults=FaultPlan(faults), goodput=False, envelope="off", process_group_backend=backend, **options
-    )
+    return _train(ResilientHSDPStrategy, faults, {"process_group_backend": backend, **options}, accelerator)
+
+
+def train_fsdp1(
+    faults: list[Fault], options: dict[str, Any], accelerator: str, backend: str
+) -> tuple[str, list[dict[str, Any]]]:
+    """The same with FSDP1."""
+    # Of two ranks it would make two replicas otherwise, and FSDP1 needs shards
+    return _train(ResilientFSDP1Strategy, faults, {"process_group_backend": backend, "shard": 2, **options}, accelerator)
+
+
+def _train(
+    strategy_class: type[ResilientTraining], faults: list[Fault], options: dict[str, Any], accelerator: str
+) -> tuple[str, list[dict[str, Any]]]:
+    strategy = strategy_class(faults=FaultPlan(faults), goodput=False, envelope="off", **options)
     module = _Module()
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
