@@ -171,7 +171,7 @@ class Coordinator:
         lost = tuple(member for member in self._seats if member not in self._left)
         if not lost:
             raise RunFailed("members left although nobody is lost:\n" + _errors(self._left.values()))
-        if unplanned := [member for member in lost if not self._was_struck(member)]:
+        if unplanned := [member for member in lost if not self._seats[member].struck]:
             raise RunFailed(f"members {unplanned} were lost although no fault has struck them")
         recovery = Recovery(lost, dict(self._left))
         self.timeline.recoveries.append(recovery)
@@ -198,11 +198,11 @@ class Coordinator:
         settled = time.monotonic() + _SETTLE_S
         while time.monotonic() < settled:
             self._look(_SETTLE_S)
-        for member in self._alive(self._seats):
-            if member not in self._left:
-                self._seats[member].process.kill()
-        for member in [one for one in self._left if one not in self._alive(self._seats)]:
-            del self._left[member]  # it left, and was struck then
+        survivors = [member for member in self._alive(self._seats) if member in self._left]
+        for member in [one for one in self._seats if one not in survivors]:
+            self._seats[member].process.kill()
+            self._drain(member)
+            self._left.pop(member, None)  # it left, and was struck then
 
     def _replace(self, recovery: Recovery) -> None:
         if self._mechanism.respawns:
@@ -210,7 +210,7 @@ class Coordinator:
             self._spawn(recovery.lost)
             recovery.ready = self._await_ready(recovery.lost)
         living = tuple(sorted(self._seats))
-        reports = tuple(left.report for member, left in sorted(recovery.left.items()) if member in self._seats)
+        reports = tuple(left.report for _, left in sorted(recovery.left.items()) if left.report is not None)
         recovery.formed_from = time.monotonic()
         self._form(living, reports)
 
@@ -220,15 +220,12 @@ class Coordinator:
         seated.connection.close()
         del self._seats[member]
 
-    def _was_struck(self, member: int) -> bool:
-        self._drain(member, self._seats[member])
-        return self._seats[member].struck
-
-    def _drain(self, member: int, seated: _Seated) -> None:
+    def _drain(self, member: int) -> None:
         """What a member had said before it was lost."""
+        connection = self._seats[member].connection
         try:
-            while seated.connection.poll(0):
-                self._hear(member, seated.connection.recv())
+            while connection.poll(0):
+                self._hear(member, connection.recv())
         except (EOFError, OSError):
             return  # that was all
 

@@ -200,8 +200,9 @@ class Member:
         leave_groups()
         noticed = bool(error) and (notice is None or now < notice)
         known = now if notice is None else min(now, notice)
-        report = self._mechanism.report()
-        size = self._mechanism.architecture.state().bytes
+        holds = hasattr(self._mechanism, "architecture")  # else its first groups did not come about
+        report = self._mechanism.report() if holds else None
+        size = self._mechanism.architecture.state().bytes if holds else 0
         self._control.tell(
             Left(form.generation, known, noticed, error, report, size, tuple(self._log), tuple(self._emergency))
         )

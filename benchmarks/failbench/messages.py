@@ -136,7 +136,7 @@ class Left:
         known: When it knew of the fault.
         noticed: Whether it noticed by itself.
         error: How.
-        report: What it could restore from.
+        report: What it could restore from; None if it is new and holds nothing yet.
         log: Steps so far in its life.
         emergency: Seconds for each save upon a warning.
         state_bytes: Size of its state.
@@ -146,7 +146,7 @@ class Left:
     known: float
     noticed: bool
     error: str
-    report: Report
+    report: Report | None
     state_bytes: int
     log: tuple[StepLog, ...]
     emergency: tuple[float, ...]
