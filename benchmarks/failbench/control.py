@@ -65,7 +65,7 @@ class Control:
             if isinstance(message, Form):
                 self._generation, self.left_at, self.warning = message.generation, None, None
             if isinstance(message, Warn):
-                self.warning = message
+                self.warning = self.warning or message  # a save that is due already serves the next fault, too
                 self.tell(Confirmed())
             elif isinstance(message, Proceed):
                 self._proceed.set()
