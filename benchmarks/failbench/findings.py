@@ -147,7 +147,7 @@ def _between_runs(basis: Basis, mechanisms: Sequence[str]) -> str:
     told = ", ".join(f"{name} {100 * one.mean:.0f} %" for name, one in found.items())
     plain = basis.pooled(_ARENA, NO_MECHANISM, "overhead")
     noise = f", where runs without a mechanism differ by +- {100 * plain.half:.0f} % among themselves" if plain else ""
-    return f"By the steps of different runs: {told}{noise}"
+    return f". By the steps of different runs: {told}{noise}" if found else ""
 
 
 def _ft1_is_cheapest(basis: Basis) -> tuple[Verdict, str]:
@@ -161,7 +161,7 @@ def _ft1_is_cheapest(basis: Basis) -> tuple[Verdict, str]:
         " until the disk has it outweighs its size; "
     )
     cause = fixed if verdict is Verdict.DOES_NOT else ""
-    return verdict, f"{cause}training stands still for saves: {because}. {_between_runs(basis, _PERIODIC)}"
+    return verdict, f"{cause}training stands still for saves: {because}{_between_runs(basis, _PERIODIC)}"
 
 
 def _ft2_restores_fastest(basis: Basis) -> tuple[Verdict, str]:
@@ -176,7 +176,7 @@ def _ft4_has_no_periodic_cost(basis: Basis) -> tuple[Verdict, str]:
     saving = sorted({one.cell.architecture for one in runs if one.save_seconds})
     if saving:
         return _verdict(False, f"it saved in advance on {', '.join(saving)}")
-    return _verdict(True, f"no save in advance in {len(runs)} runs. {_between_runs(basis, ['FT4'])}")
+    return _verdict(True, f"no save in advance in {len(runs)} runs{_between_runs(basis, ['FT4'])}")
 
 
 def _ft5_is_dominated(basis: Basis) -> tuple[Verdict, str]:
