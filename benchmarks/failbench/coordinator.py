@@ -171,8 +171,9 @@ class Coordinator:
         lost = tuple(member for member in self._seats if member not in self._left)
         if not lost:
             raise RunFailed("members left although nobody is lost:\n" + _errors(self._left.values()))
-        if unplanned := [member for member in lost if not self._seats[member].struck]:
-            raise RunFailed(f"members {unplanned} were lost although no fault has struck them")
+        ends = {member: self._seats[member].process.exitcode for member in lost if not self._seats[member].struck}
+        if 0 in ends or len(ends) == len(lost):  # others are recovered with those that were struck; 0 has the clock
+            raise RunFailed(f"members were lost although no fault has struck them; their exit codes: {ends}")
         recovery = Recovery(lost, dict(self._left))
         self.timeline.recoveries.append(recovery)
         self._left = {}
