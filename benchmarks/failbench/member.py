@@ -34,6 +34,7 @@ from benchmarks.failbench.messages import (
 from benchmarks.failbench.preset import Preset
 from benchmarks.failbench.record import InjectedFault
 from benchmarks.failbench.world import World, leave_groups, shut_links
+from lightning_accelpact.recovery.uncaught import park_gloo_threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ class Seat:
 def main(seat: Seat, connection: Connection) -> None:
     """Run a member; the entry of its process, which this ends."""
     torch.set_num_threads(1)
+    park_gloo_threads()  # a peer that is killed must not end this process, too
     control = Control(connection, store_port=seat.store_port, patience_s=seat.preset.deadline_s)
     try:
         Member(seat, control).run()
