@@ -77,7 +77,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[subpr
 
 
 def attempts_of(folder: Path) -> list[list[dict[str, Any]]]:
-    """What each rank has written about its attempts; one that was killed has not."""
+    """What each rank has written about its attempts; one that was killed has not written about that one."""
     return [[json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()] for rank in range(4)]
 
 
@@ -85,17 +85,18 @@ def test_torchrun_and_a_rerun_go_on_from_the_checkpoint(launched: Any, undisturb
     folder, (relaunched, rerun) = launched
     assert relaunched.returncode != 0
     assert rerun.returncode == 0, rerun.stdout + rerun.stderr
-    assert [[(one["first"], one["step"]) for one in rank] for rank in attempts_of(folder)] == [
-        [(0, 16), (13, 19), (13, 28)],
-        [(0, 16), (13, 25), (13, 28)],
-        [(0, 16), (13, 19), (13, 25), (13, 28)],
-        [(0, 16), (13, 19), (13, 25), (13, 28)],
-    ]
     wanted = undisturbed()
-    for number in range(3):
-        assert_the_same([rank[number] for rank in attempts_of(folder)], wanted)
-    assert {rank[-1]["step"] for rank in attempts_of(folder)} == {restarted.UPDATES}
-    assert_the_same([rank[-1] for rank in attempts_of(folder)], wanted)
+    attempts = [(0, 16), (13, 19), (13, 25), (13, restarted.UPDATES)]
+    seen = set()
+    for rank, results in enumerate(attempts_of(folder)):
+        places = [(one["first"], one["step"]) for one in results]
+        # torchrun may have killed it before it had written what it saw, but not at the end
+        assert places == [place for place in attempts if place in places]
+        assert places[-1] == attempts[-1]
+        seen.update(places)
+        for one in results:
+            assert_the_same([one], [wanted[rank]])
+    assert seen == set(attempts)
     said = relaunched.stderr
     for line in ("the job has been relaunched 1 times", "the job has been relaunched 2 times"):
         assert line in said
