@@ -139,8 +139,9 @@ def test_without_rebinding_the_next_synchronized_backward_fails() -> None:
     results = run_ranks(jobs.without_rebinding, 4, Fault.parse("boundary@2:3:exception"))
     for result in results:
         assert result.exit_code != 0, said(result)
-        assert "BACKWARD 2.6" in result.output, said(result)
         assert "BACKWARD 2.7" not in result.output, said(result)
+    # The first one to come to the eighth stops the others wherever they are
+    assert any("BACKWARD 2.6" in result.output for result in results)
     told = "\n".join(result.error for result in results)
     assert "dist.all_reduce(new_sharded_grad, group=state._inter_node_pg)" in told
     assert "is not initialized in the world group map" in told
