@@ -230,6 +230,6 @@ class _Redirection(_ForwardRedirection):
         forward = original_module.forward
         try:
             return super().__call__(wrapper_module, original_module, *args, **kwargs)
-        except BaseException:
+        except BaseException:  # whatever ends the pass goes on; an aborted update is no Exception
             original_module.forward = forward
             raise

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_accelpact.recovery.contents import overwrite, refill
+from lightning_accelpact.recovery.contents import is_array, overwrite, refill
 from lightning_accelpact.recovery.generators import GeneratorState
 from lightning_accelpact.recovery.held import Held, as_written
 from lightning_accelpact.recovery.modules import walk
@@ -197,12 +197,7 @@ def _copy_of(value: Any, copy_one: Callable[[Any], Any], copy_item: Callable[[An
         return copied
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return value.copy() if _is_array(value) else value
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return value.copy() if is_array(value) else value
 
 
 def _refilled(value: Any, copied: Any) -> Any:
@@ -214,7 +209,7 @@ def _refilled(value: Any, copied: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return overwrite(value, copied)
-    if _is_array(value):
+    if is_array(value):
         value[...] = copied
         return value
     return copied

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 from benchmarks.failbench.aggregation import CellSummary, Estimate, pooled
 from benchmarks.failbench.cell import NO_FAULT
+from lightning_accelpact.goodput.plots import figure_class
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MARKERS = "osD^vP*X<>h"
-
-
-class PlotsUnavailable(Exception):
-    """matplotlib is not installed; the message says how to get it."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +66,14 @@ def write_plots(summaries: Mapping[object, CellSummary], folder: Path) -> list[P
         PlotsUnavailable: without matplotlib.
         OSError: if a file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotsUnavailable(
-            "plots need matplotlib, which is not installed: pip install 'lightning-accelpact[plots]', or leave"
-            " --plots out"
-        ) from error
+    figure_of = figure_class()
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for architecture in sorted({one.cell.architecture for one in summaries.values()}):
         found = points(summaries.values(), architecture)
         if len(found) < 2:
             continue
-        figure = Figure(figsize=(6.5, 4.5), layout="constrained")
+        figure = figure_of(figsize=(6.5, 4.5), layout="constrained")
         _draw(figure.subplots(), found, architecture)
         files.append(folder / f"pareto-{architecture}.svg")
         figure.savefig(files[-1], metadata={"Date": None})

@@ -13,6 +13,7 @@ from lightning_accelpact.goodput.ranges import likely
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _STEPS = 60
 # Of all possible goodputs, how much below the best method's the picture reaches
@@ -21,6 +22,22 @@ _LOWEST = 0.5
 
 class PlotsUnavailable(Exception):
     """matplotlib is not installed; the message says how to get it."""
+
+
+def figure_class() -> type[Figure]:
+    """What pictures are drawn on.
+
+    Raises:
+        PlotsUnavailable: without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotsUnavailable(
+            "plots need matplotlib, which is not installed: pip install 'lightning-accelpact[plots]', or leave"
+            " --plots out"
+        ) from error
+    return Figure
 
 
 def write_plots(inputs: PlanInputs, folder: Path) -> list[Path]:
@@ -37,13 +54,7 @@ def write_plots(inputs: PlanInputs, folder: Path) -> list[Path]:
         PlotsUnavailable: without matplotlib.
         OSError: if a file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlotsUnavailable(
-            "plots need matplotlib, which is not installed: pip install 'lightning-accelpact[plots]', or leave"
-            " --plots out"
-        ) from error
+    figure_of = figure_class()
     folder.mkdir(parents=True, exist_ok=True)
     sizes, intervals = _sizes(inputs), _intervals(inputs)
     size_label = f"GPUs, at {likely(inputs.failures.per_gpu_day) * 1000:.3g} failures per 1,000 GPU-days"
@@ -54,7 +65,7 @@ def write_plots(inputs: PlanInputs, folder: Path) -> list[Path]:
     ]  # fmt: skip
     files = []
     for name, positions, goodputs, mark, label in pictures:
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        figure = figure_of(figsize=(8, 4.5), layout="constrained")
         _draw(figure.subplots(), positions, goodputs, mark, label)
         figure.savefig(folder / name, metadata={"Date": None})
         files.append(folder / name)

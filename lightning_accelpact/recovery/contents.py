@@ -107,7 +107,7 @@ def _walk(payload: Any) -> Iterator[Any]:
             stack.extend(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, (tuple, frozenset)):
             stack.extend(value)
-        elif isinstance(value, torch.Tensor) or _is_array(value):
+        elif isinstance(value, torch.Tensor) or is_array(value):
             yield value
         elif _is_filled(value):
             stack.append(vars(value))
@@ -115,7 +115,8 @@ def _walk(payload: Any) -> Iterator[Any]:
             stack.extend(getattr(value, field.name, None) for field in dataclasses.fields(value))
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy's, which is not imported for the question."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 

@@ -14,9 +14,10 @@ from benchmarks.failbench.cell import Cell
 from benchmarks.failbench.commands import RECORDS, CommandError, add_output, console, subparser
 from benchmarks.failbench.coverage import coverage
 from benchmarks.failbench.findings import Finding, findings
-from benchmarks.failbench.plots import PlotsUnavailable, write_plots
+from benchmarks.failbench.plots import write_plots
 from benchmarks.failbench.record import Record, read_records
 from benchmarks.failbench.tables import exactness, figure_table, finding_table, outcome_table, overhead_table
+from lightning_accelpact.goodput.plots import PlotsUnavailable
 
 _DESCRIPTION = """\
 Show records: the outcome of each cell, its figures, overhead and restore of each mechanism on each architecture, how
