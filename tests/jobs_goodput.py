@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -40,22 +39,36 @@ class Saves(pl.Callback):
 
 
 class Dies(pl.Callback):
-    """Is killed in the first micro-batch after an update."""
+    """Waits to be killed after the first micro-batch after an update; the file says who is waiting."""
 
-    def __init__(self, update: int) -> None:
-        self.update = update
+    def __init__(self, update: int, waits: Path) -> None:
+        self.update, self.waits = update, waits
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step == self.update and args[-1] % 2 == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.waits.with_suffix(".part").write_text(str(os.getpid()))
+            self.waits.with_suffix(".part").rename(self.waits)
+            time.sleep(60)
+            raise TimeoutError("not killed within 60 s")
+
+
+class Notes(pl.Callback):
+    """Writes down when an update is committed."""
+
+    def __init__(self, path: Path, update: int) -> None:
+        self.path, self.update = path, update
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.update:
+            note(self.path)
 
 
 def attempt(
     folder: Path, faults: list[str], *, updates: int, save: int = -1, die: int = -1, resume: bool = False
 ) -> dict[str, Any]:
-    """One attempt; says what it committed, and writes down when its work begins and ends."""
+    """One attempt; says what it committed, and writes down when it begins, commits its last update and ends."""
     moments = folder / f"moments-{os.environ['RANK']}.txt"
-    _note(moments)
+    note(moments)
     pl.seed_everything(11, workers=True, verbose=False)
     checkpoint = folder / "last.ckpt"
     strategy = ResilientHSDPStrategy(
@@ -65,14 +78,16 @@ def attempt(
     trainer = pl.Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, max_steps=updates,
         accumulate_grad_batches=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Saves(checkpoint, save), Dies(die)],
+        enable_model_summary=False,
+        callbacks=[Saves(checkpoint, save), Dies(die, folder / f"waits-{os.environ['RANK']}"), Notes(moments, updates)],
     )  # fmt: skip
     trainer.fit(Slow(), ckpt_path=checkpoint if resume else None)
-    _note(moments)
+    note(moments)
     return {"updates": trainer.global_step, "incidents": len(strategy.incidents)}
 
 
-def _note(path: Path) -> None:
+def note(path: Path) -> None:
+    """Append the Unix time."""
     with path.open("a") as file:
         file.write(f"{time.time()}\n")
 
