@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_accelpact.recovery import session
 
@@ -50,7 +51,12 @@ def free_port() -> int:
 
 
 def run_ranks(
-    job: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, env: dict[str, str] | None = None
+    job: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    env: dict[str, str] | None = None,
+    reuse: bool = False,
 ) -> list[RankResult]:
     """Run ``job(*args)`` on every rank of a fresh world and wait for all of them.
 
@@ -60,6 +66,8 @@ def run_ranks(
         args: Passed to every rank.
         timeout: Seconds until what is left is killed; its exit code is -9 then.
         env: More environment variables for every rank.
+        reuse: The processes that did this job last may do it again, if it ended well in all of them: as a further run
+            of their session, in half the time. For jobs that differ in nothing that a session keeps.
     """
     environment = {
         "MASTER_ADDR": "127.0.0.1",
@@ -72,48 +80,121 @@ def run_ranks(
         "TEST_DUMP_AFTER": str(timeout * 0.9),
         **(env or {}),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [_Rank(job, args, rank, environment, Path(folder)) for rank in range(world_size)]
+    processes = _Processes.of(job, world_size) if reuse else _Processes(job, world_size)
+    return processes.run(args, environment, timeout)
+
+
+class _Processes:
+    """The ranks of a world, and of the next one that does the same job if they are kept."""
+
+    _JOBS = 20  # what a retired group leaves behind adds up
+    _kept: ClassVar[_Processes | None] = None
+
+    def __init__(self, job: Callable[..., Any], world_size: int) -> None:
+        self._job, self._left, self._keep = job, self._JOBS, False
+        self._ranks = [_Rank(rank) for rank in range(world_size)]
+
+    @classmethod
+    def of(cls, job: Callable[..., Any], world_size: int) -> _Processes:
+        """Those that are kept, if they did this job; no others are kept besides."""
+        if (kept := cls._kept) is None or (kept._job, len(kept._ranks)) != (job, world_size):
+            cls.close()
+            cls._kept = kept = cls(job, world_size)
+            kept._keep = True
+        return kept
+
+    @classmethod
+    def close(cls) -> None:
+        """End those that are kept."""
+        if (kept := cls._kept) is not None:
+            cls._kept = None
+            kept._end(time.monotonic() + 10)
+
+    def run(self, args: tuple, env: dict[str, str], timeout: float) -> list[RankResult]:
         deadline = time.monotonic() + timeout
-        return [rank.result(deadline) for rank in ranks]
+        self._left -= 1
+        with tempfile.TemporaryDirectory() as folder:
+            outputs = [Path(folder) / f"rank{rank}.txt" for rank in range(len(self._ranks))]
+            for rank, output in zip(self._ranks, outputs, strict=True):
+                rank.begin((self._job, args, env, str(output)))
+            answers = [rank.answer(deadline) for rank in self._ranks]
+            codes: list[int | None] = [0] * len(answers)
+            if not self._keep or self._left == 0 or any(error for _, error in answers):
+                type(self)._kept = None if self._keep else self._kept
+                codes = self._end(deadline)
+            texts = [output.read_text(errors="replace") if output.exists() else "" for output in outputs]
+        return [RankResult(*answer, code, text) for answer, code, text in zip(answers, codes, texts, strict=True)]
+
+    def _end(self, deadline: float) -> list[int | None]:
+        for rank in self._ranks:
+            rank.let_go()
+        return [rank.exit_code(deadline) for rank in self._ranks]
 
 
 class _Rank:
-    def __init__(self, job: Callable[..., Any], args: tuple, rank: int, env: dict[str, str], folder: Path) -> None:
-        self._output = folder / f"rank{rank}.txt"
-        self._inbox, outbox = _context.Pipe(duplex=False)
-        local = {**env, "LOCAL_RANK": str(rank), "RANK": str(rank)}
-        self._process = _context.Process(target=_main, args=(job, args, local, str(self._output), outbox))
+    def __init__(self, rank: int) -> None:
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=_main, args=(rank, theirs))
         self._process.start()
-        outbox.close()
+        theirs.close()
 
-    def result(self, deadline: float) -> RankResult:
-        value, error = None, ""
+    def begin(self, request: tuple) -> None:
+        self._pipe.send(request)
+
+    def answer(self, deadline: float) -> tuple[Any, str]:
+        """What the job returned and the traceback if it raised."""
         try:
-            if self._inbox.poll(max(0.0, deadline - time.monotonic())):
-                value, error = self._inbox.recv()
-        except EOFError:
-            error = "the process ended without a result"
+            if self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return None, "the process ended without a result"
+        return None, "no result in time"
+
+    def let_go(self) -> None:
+        self._pipe.close()
+
+    def exit_code(self, deadline: float) -> int | None:
         self._process.join(max(0.1, deadline - time.monotonic()))
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
-        return RankResult(value, error, self._process.exitcode, self._output.read_text(errors="replace"))
+        return self._process.exitcode
 
 
-def _main(job: Callable[..., Any], args: tuple, env: dict[str, str], output: str, outbox: Any) -> None:
-    os.environ.update(env)
+atexit.register(_Processes.close)  # before multiprocessing waits for them
+
+
+def _main(rank: int, pipe: Any) -> None:
+    before = dict(os.environ)
+    try:
+        while True:
+            job, args, env, output = pipe.recv()
+            os.environ.update({**env, "LOCAL_RANK": str(rank), "RANK": str(rank)})
+            pipe.send((_result(pipe, job, args, output), ""))
+            os.environ.clear()
+            os.environ.update(before)
+    except EOFError:
+        return
+    finally:
+        session.close()  # atexit does not run in a forked child
+
+
+def _result(pipe: Any, job: Callable[..., Any], args: tuple, output: str) -> Any:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    faulthandler.dump_traceback_later(float(env["TEST_DUMP_AFTER"]), exit=False)  # where a stuck rank stands; a dump may crash it
+    os.close(descriptor)
+    # Where a stuck rank stands; a dump may crash it
+    faulthandler.dump_traceback_later(float(os.environ["TEST_DUMP_AFTER"]), exit=False)
     try:
-        outbox.send((job(*args), ""))
+        return job(*args)
     except BaseException as error:  # reported to the parent, and passed on as the exit code
-        outbox.send((None, traceback.format_exc()))
+        pipe.send((None, traceback.format_exc()))
         sys.exit(error.code if isinstance(error, SystemExit) else 1)
     finally:
-        session.close()  # atexit does not run in a forked child
+        faulthandler.cancel_dump_traceback_later()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
 
 
 def values(results: list[RankResult]) -> list[Any]:

@@ -16,9 +16,9 @@ from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE
 EXCEPTION, SOCKETS = FaultKind.EXCEPTION, FaultKind.SOCKETS
 
 
-def ranks(name: str, *args: Any, **options: Any) -> list[RankResult]:
+def ranks(name: str, *args: Any, reuse: bool = True, **options: Any) -> list[RankResult]:
     """A job on four ranks."""
-    return run_ranks(jobs_accelerate.call, 4, name, args, options)
+    return run_ranks(jobs_accelerate.call, 4, name, args, options, reuse=reuse)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def undisturbed() -> Callable[..., list[dict[str, Any]]]:
     def run(name: str, *args: Any, **options: Any) -> list[dict[str, Any]]:
         key = repr((name, args, sorted(options.items())))
         if key not in known:
-            known[key] = values(ranks(name, *args, **options))
+            known[key] = values(ranks(name, *args, reuse=False, **options))
             assert all(not result["incidents"] for result in known[key])
         return known[key]
 
@@ -151,7 +151,7 @@ def test_batches_that_the_main_process_hands_out(fault: dict[str, Any], kind: Fa
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_collectives_between_updates_run_again(victim: int, undisturbed: Any) -> None:
-    results = values(ranks("operations", victim))
+    results = values(ranks("operations", victim, reuse=False))
     same(results, undisturbed("operations"))
     for result in results:
         assert set(result["values"]) == set(jobs_accelerate.OPERATIONS)
@@ -160,15 +160,15 @@ def test_collectives_between_updates_run_again(victim: int, undisturbed: Any) ->
 
 def test_faults_while_a_checkpoint_is_written_and_read(tmp_path: Path) -> None:
     fault = Fault(point=FaultPoint.BOUNDARY, update=0, rank=3, kind=SOCKETS)
-    plain = values(ranks("checkpoints", str(tmp_path / "plain")))
-    broken = values(ranks("checkpoints", str(tmp_path / "broken"), fault, fault))
+    plain = values(ranks("checkpoints", str(tmp_path / "plain"), reuse=False))
+    broken = values(ranks("checkpoints", str(tmp_path / "broken"), fault, fault, reuse=False))
     same(broken, plain)
     for result in plain:
         assert result["digests"][1] == result["digests"][2] != result["digests"][0]
 
 
 def test_mixed_precision(undisturbed: Any) -> None:
-    options = {"accelerator": {"mixed_precision": "bf16"}, "normalized": False}
+    options = {"accelerator": {"mixed_precision": "bf16"}, "normalized": False, "reuse": False}  # a process has one state
     fault = Fault(kind=EXCEPTION, rank=3, **at(FaultPoint.BACKWARD, 2))
     same(values(ranks("train", [fault], **options)), undisturbed("train", **options))
 

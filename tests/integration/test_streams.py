@@ -19,7 +19,7 @@ from lightning_accelpact.recovery.fault import Fault, FaultKind, FaultPoint
 
 def check(faults: list[Fault], reference: Any, **options: Any) -> list[dict[str, Any]]:
     """Run on the double and compare with the uninterrupted run on Gloo itself; returns all incident records."""
-    results = values(run_ranks(streamed.fit_with, 4, {"faults": faults, **options}))
+    results = values(run_ranks(streamed.fit_with, 4, {"faults": faults, **options}, reuse=True))
     for result, wanted in zip(results, reference(**options), strict=True):
         assert {key: result[key] for key in ("digest", "updates", "logged")} == {
             key: wanted[key] for key in ("digest", "updates", "logged")
