@@ -26,8 +26,8 @@ from lightning_accelpact.participants import Attributes, LoggedValues, Metrics, 
 from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPoint
-from lightning_accelpact.recovery.machine import RepairMachine, UpdateAborted
-from lightning_accelpact.recovery.update import UpdateRunner
+from lightning_accelpact.recovery.machine import RepairMachine
+from lightning_accelpact.recovery.update import UpdateRunner, until_it_has_run
 from lightning_accelpact.recovery.window import Buffers, MicroBatch, Modes, Participant, Window
 
 T = TypeVar("T")
@@ -92,19 +92,7 @@ class ResilientOptimization(_AutomaticOptimization):
     def _until_it_has_run(self, attempt: Callable[[], T]) -> T:
         self._running = True
         try:
-            while True:
-                try:
-                    with self._machine.inside():
-                        return attempt()
-                except UpdateAborted:  # repaired further inside; the window is rewound
-                    self._machine.unwound()
-                    self._drop_gradients()
-                    continue
-                except RuntimeError as error:
-                    if not self._machine.recovers(error):
-                        raise
-                    failure = error
-                self._machine.recover(failure, unwound=True)
+            return until_it_has_run(self._machine, attempt, self._drop_gradients)
         finally:
             self._running = False
 

@@ -18,6 +18,42 @@ class UpdateMisuse(Exception):
     """An update does what could not be run again exactly."""
 
 
+def until_it_has_run(
+    machine: RepairMachine,
+    attempt: Callable[[], T],
+    drop_gradients: Callable[[], None],
+    before_repair: Callable[[RuntimeError], None] = lambda _: None,
+) -> T:
+    """Run a part of an update, and again each time that a fault in it has been repaired.
+
+    Args:
+        machine: Guards and repairs; its limit of repairs per update bounds this.
+        attempt: Does it, from wherever the window stands.
+        drop_gradients: Clears every gradient.
+        before_repair: Given a communication fault that has ended an attempt; raises if it must not be repaired.
+
+    Returns:
+        What ``attempt`` returned.
+
+    Raises:
+        FailStop: if a fault could not be repaired.
+    """
+    while True:
+        try:
+            with machine.inside():
+                return attempt()
+        except UpdateAborted:  # repaired further inside; the window is rewound
+            machine.unwound()
+            drop_gradients()
+            continue
+        except RuntimeError as error:
+            if not machine.recovers(error):
+                raise
+            failure = error
+        before_repair(failure)
+        machine.recover(failure, unwound=True)
+
+
 class UpdateRunner:
     """Runs updates for loops that are the user's own.
 
@@ -55,8 +91,8 @@ class UpdateRunner:
     def run(self, update: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run one update: all its forward and backward passes, and the optimizer steps at its end.
 
-        It begins without gradients. The vote comes before the first step and the frontier moves when ``update`` returns, so several optimizers may
-        step in it. Without a step it is an update that was skipped, on all ranks alike.
+        It begins without gradients. The vote comes before the first step and the frontier moves when ``update`` returns,
+        so several optimizers may step in it. Without a step it is an update that was skipped, on all ranks alike.
 
         Args:
             update: Does it; may be called several times, so it must take its batches from outside and draw random
@@ -75,27 +111,19 @@ class UpdateRunner:
         self._drop_gradients()  # what came before the window could not be brought back
         self._window.open()
         self._window.add((args, kwargs))
-        result = self._until_it_has_run(lambda: update(*args, **kwargs))
+        result = until_it_has_run(
+            self._machine,
+            lambda: self._attempt(lambda: update(*args, **kwargs)),
+            self._drop_gradients,
+            self._refuse_after_a_step,
+        )
         self._machine.stepped()
         self._after_update()
         return result
 
-    def _until_it_has_run(self, update: Callable[[], T]) -> T:
-        while True:
-            try:
-                with self._machine.inside():
-                    return self._attempt(update)
-            except UpdateAborted:  # repaired further inside; the window is rewound
-                self._machine.unwound()
-                self._drop_gradients()
-                continue
-            except RuntimeError as error:
-                if not self._machine.recovers(error):
-                    raise
-                failure = error
-            if self._stepping:
-                self._machine.stop.everywhere(f"a fault after the first step, inside the update's function: {failure}")
-            self._machine.recover(failure, unwound=True)
+    def _refuse_after_a_step(self, failure: RuntimeError) -> None:
+        if self._stepping:
+            self._machine.stop.everywhere(f"a fault after the first step, inside the update's function: {failure}")
 
     def _attempt(self, update: Callable[[], T]) -> T:
         machine = self._machine
