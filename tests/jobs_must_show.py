@@ -289,6 +289,20 @@ def users_bug(place: str, rank: int) -> None:
     trainer_with(strategy_with()).fit(Buggy(place, rank))
 
 
+class LosesALinkAfterItsStep(jobs.Regressor):
+    """On one rank, what follows the optimizer's step in ``optimizer_step`` fails as a lost connection would."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.trainer.global_rank == 3 and self.trainer.global_step == 2:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+
+
+def fault_after_a_step() -> None:
+    """Ends by a fail-stop on every rank."""
+    trainer_with(strategy_with()).fit(LosesALinkAfterItsStep())
+
+
 # -- models that are set up in other ways
 
 

@@ -254,7 +254,7 @@ class _Wait:
         self._function = function
         self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         self.value: Any = None
-        self.error: RuntimeError | None = None
+        self.error: BaseException | None = None
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -262,7 +262,7 @@ class _Wait:
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 self.value = self._function()
-        except RuntimeError as error:
+        except BaseException as error:  # raised in the thread that waits for it
             self.error = error
 
 

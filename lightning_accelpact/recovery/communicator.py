@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import sys
@@ -18,6 +19,8 @@ import torch.distributed as dist
 
 from lightning_accelpact.recovery import c10d, sockets, uncaught
 from lightning_accelpact.recovery.c10d import GroupSpec
+
+log = logging.getLogger("accelpact")
 
 _LOOK_S = 0.0002
 _COMMUNICATION_ERROR = re.compile(
@@ -310,6 +313,13 @@ class Communicators:
             if self._meeting:
                 self._cut_store()
             return self.links.cut()
+
+    def try_interrupt(self, before: int) -> None:
+        """:meth:`interrupt` where nothing could be done about its failure; that is logged."""
+        try:
+            self.interrupt(before)
+        except CommunicatorLost as error:
+            log.error("collectives of generations before %d may go on waiting: %s", before, error)
 
     def wake(self, before: int) -> None:
         """End what this rank waits for on a generation lower than ``before``, from any thread; the links stay."""

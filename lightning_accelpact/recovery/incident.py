@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\]\s*")
@@ -72,7 +72,6 @@ class Incident:
     stale_references: int = 0
     attempts: int = 0
     outcome: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""

@@ -45,6 +45,11 @@ class Line:
         self._store = endpoint.connect(deadline)
         self._lost.pop(self._address, None)
 
+    @classmethod
+    def given_up(cls, endpoint: Endpoint) -> bool:
+        """Whether this process has given up the store there."""
+        return (endpoint.host, endpoint.port) in cls._lost
+
     @property
     def _address(self) -> tuple[str, int]:
         return self._endpoint.host, self._endpoint.port

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_accelpact.recovery.action import Action, Decision, Phase, RankReport, decide
@@ -124,6 +125,8 @@ class RepairMachine:
         communicators = self._communicators
         if communicators.links.synchronous:
             return Retry(self)
+        # Else backward passes would run in threads of the devices' own, whose collectives count as somebody else's
+        torch.autograd.set_multithreading_enabled(False)
         return StreamRetry(
             self, links=communicators.links, unread=self._subject.unread, timeout=communicators.timeout
         )
@@ -134,7 +137,7 @@ class RepairMachine:
         """Take in a peer's notice: end what this rank waits for, and make a blocked collective return."""
         self._inbox.take(notice, store)
         if notice.update < 0:
-            self._communicators.interrupt(before=notice.generation)
+            self._communicators.try_interrupt(before=notice.generation)
         elif self._goes_on:
             self._let_go_on(notice.generation)
         else:
@@ -153,7 +156,7 @@ class RepairMachine:
 
         def look() -> None:
             if self.generation < generation and self.retry.begun == begun:
-                self._communicators.interrupt(before=generation)
+                self._communicators.try_interrupt(before=generation)
             elif self.generation < generation:
                 self._let_go_on(generation)
 
@@ -164,7 +167,7 @@ class RepairMachine:
     def on_control_lost(self, reason: str) -> None:
         """The monitor has lost the control store: wake the main thread, which fail-stops."""
         self._inbox.control_lost = reason
-        self._communicators.interrupt(before=self.generation + 2)
+        self._communicators.try_interrupt(before=self.generation + 2)
 
     # -- called by the training loop
 

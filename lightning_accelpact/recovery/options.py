@@ -29,8 +29,8 @@ class RecoveryOptions:
     """What may be repaired, and how long it may take.
 
     Args:
-        repair_budget: Seconds from a fault until the run goes on; after that it fail-stops. Longer than
-            ``collective_timeout``: a rank that no notice reaches leaves its collective only then.
+        repair_budget: Seconds from a fault in which a repair may be begun again; then the run fail-stops. Longer
+            than ``collective_timeout``: a rank that no notice reaches leaves its collective only then.
         max_repairs_per_update: Repairs begun during one update, or one operation between two, before the run fail-stops.
         collective_timeout: Seconds that a collective or a commit vote may take; longer than the slowest rank's
             longest pause between two collectives.

@@ -51,7 +51,7 @@ class RepairPolicy:
     """What repairs may do and how long they may take.
 
     Args:
-        repair_budget: Seconds from a fault until the run goes on, or fail-stops.
+        repair_budget: Seconds from a fault in which a repair may be begun again; then the run fail-stops.
         max_repairs_per_update: Repairs begun in one update, or in one operation between two, before the run fail-stops.
         allowed: Actions that may be taken; anything else becomes ``RESTART``.
         ruling: What of them is qualified in which phase; the same on every rank.

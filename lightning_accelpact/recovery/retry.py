@@ -240,8 +240,10 @@ class Retry:
 
     def _keep(self, collective: Collective, member: Member) -> Kept:
         inputs = collective.inputs
-        if not inputs or (not collective.in_place and _nbytes(inputs) > _nbytes(collective.outputs)):
-            # A reduce-scatter's: large, and nobody writes to it. An all-gather's is often a part of its own output
+        large = not collective.in_place and _nbytes(inputs) > _nbytes(collective.outputs)
+        if not inputs or (large and not any(tensor.is_inference() for tensor in inputs)):
+            # A reduce-scatter's: large, and who writes to it is found out, but for a tensor of inference mode, which does
+            # not count its versions. An all-gather's is often a part of its own output
             return Kept(collective, [tensor.detach() for tensor in inputs])
         return Kept(collective, member.shelf.copy(inputs, member.finished % 2))
 

@@ -13,6 +13,7 @@ import select
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -66,10 +67,15 @@ class Sentinel:
             _stand_guard(watch, rank, read)
         os.close(read)
 
-    def close(self) -> None:
-        """The rank leaves in good order."""
+    def close(self, *, farewell: bool = True) -> None:
+        """The rank leaves.
+
+        Args:
+            farewell: In good order; else its peers are told that it has ended without.
+        """
         with suppress(BrokenPipeError):
-            os.write(self._farewell, _FAREWELL)
+            if farewell:
+                os.write(self._farewell, _FAREWELL)
         os.close(self._farewell)
         with suppress(ChildProcessError, ProcessLookupError):  # somebody else has waited for it
             self._await_end()
@@ -96,6 +102,8 @@ def _stand_guard(watch: Watch, rank: int, farewell: int) -> None:
         _Guard(watch, rank, farewell).run()
     except (ControlLost, dist.DistError):
         pass  # the ranks' own monitors have lost the store as well, and say so
+    except BaseException:  # nobody is left to hand it on to; the next rank's sentinel misses the beats of this one
+        traceback.print_exc()
     finally:
         os._exit(0)
 
@@ -140,7 +148,10 @@ class _Guard:
 
     def _standstill(self) -> bool:
         """Whether the rank has been stopped for too long."""
-        state = Path(f"/proc/{self._rank}/stat").read_text().rpartition(")")[2].split()[0]
+        try:
+            state = Path(f"/proc/{self._rank}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended just now: the next look says so
+            return False
         now = time.monotonic()
         if state not in _STOPPED:
             self._stopped_since = None
@@ -174,7 +185,8 @@ class Heartbeats:
                 beat += 1
                 self._control.publish(_beat_key(self._watch.rank), str(beat))
                 time.sleep(self._watch.deadline / _BEATS_PER_DEADLINE)
-            say(self._next, f"nothing has been heard of it for {self._watch.deadline:g} s: its node or link is gone")
+            silence = time.monotonic() - self._heard[1]
+            say(self._next, f"nothing has been heard of it for {silence:.0f} s: its node or link is gone")
 
     def _silent(self) -> bool:
         beat, now = self._control.peek(_beat_key(self._next)) or "0", time.monotonic()
@@ -182,7 +194,9 @@ class Heartbeats:
         if beat == _LEFT or int(beat) > last:  # an earlier one has been written again by somebody else
             self._heard = (last if beat == _LEFT else int(beat), now)
             return False
-        return last > 0 and now - since > self._watch.deadline
+        # The first one comes once its process has found the store
+        patience = self._watch.deadline if last else self._watch.connect.total_seconds() + self._watch.deadline
+        return now - since > patience
 
 
 def _beat_key(rank: int) -> str:

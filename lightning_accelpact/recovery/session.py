@@ -53,7 +53,7 @@ class Session:
         heartbeat_deadline: float,
     ) -> None:
         self._collective_timeout = collective_timeout
-        endpoint = replace(endpoint, silence=heartbeat_deadline)
+        self._endpoint = endpoint = replace(endpoint, silence=heartbeat_deadline)
         # First of all: a fork copies what there is
         self._sentinel = Sentinel(
             Watch(
@@ -165,8 +165,8 @@ class Session:
             self._machine.on_control_lost(reason)
 
     def close(self) -> None:
-        """Leave in good order."""
-        self._sentinel.close()
+        """Leave, in good order unless the control store is lost: then no peer knows that this rank stops."""
+        self._sentinel.close(farewell=not Line.given_up(self._endpoint))
         self.monitor.close()
         self.control.close(_PATIENCE)
         end_disposals(_PATIENCE.total_seconds())

@@ -77,7 +77,7 @@ class Stop:
             incident.action = incident.verb = Action.RESTART.value
             incident.outcome = "fail_stop"
             incident.total_s = max(incident.total_s, time.time() - incident.time)
-        self._communicators.interrupt(before=self._progress.generation + 2)
+        self._communicators.try_interrupt(before=self._progress.generation + 2)
         progress = self._progress
         where = incident or progress
         phase = incident.phase if incident else progress.phase.value

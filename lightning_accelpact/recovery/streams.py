@@ -156,6 +156,7 @@ class StreamRetry(Retry):
             UpdateAborted: if a fault could only be repaired by running the update again.
             FailStop: if it could not be repaired.
         """
+        self._strangers |= any(c10d.issued(group) != count for group, count in self._counts.items())
         self._counts.clear()
         while self._waiting:
             self._repairs.join()
@@ -256,6 +257,7 @@ class StreamRetry(Retry):
             member.kept = member.kept[-1:]
         self._results.clear()
         self._others.clear()
+        self._strangers = False
 
     def forget(self) -> None:
         super().forget()

@@ -36,13 +36,15 @@ def until_it_has_run(
         What ``attempt`` returned.
 
     Raises:
-        FailStop: if a fault could not be repaired.
+        FailStop: if a fault could not be repaired, or came after the update had been applied: it would be applied twice.
     """
+    committed = machine.progress.frontier
     while True:
         try:
             with machine.inside():
                 return attempt()
         except UpdateAborted:  # repaired further inside; the window is rewound
+            _refuse_if_applied(machine, committed, "a repair")
             machine.unwound()
             drop_gradients()
             continue
@@ -50,8 +52,14 @@ def until_it_has_run(
             if not machine.recovers(error):
                 raise
             failure = error
+        _refuse_if_applied(machine, committed, failure)
         before_repair(failure)
         machine.recover(failure, unwound=True)
+
+
+def _refuse_if_applied(machine: RepairMachine, committed: int, failure: Any) -> None:
+    if machine.progress.frontier != committed:
+        machine.stop.everywhere(f"a fault after the optimizer's step, inside optimizer_step(): {failure}")
 
 
 class UpdateRunner:

@@ -147,6 +147,12 @@ def test_a_bug_on_one_rank_ends_every_rank(place: str) -> None:
     assert time.monotonic() - began < jobs_must_show.COLLECTIVE_TIMEOUT  # nobody has waited until a timeout
 
 
+def test_a_fault_after_the_step_does_not_apply_the_update_again() -> None:
+    for result in run_ranks(jobs_must_show.fault_after_a_step, 4):
+        assert result.exit_code == FAIL_STOP_EXIT_CODE, said(result)
+        assert "a fault after the optimizer's step, inside optimizer_step(): Connection closed by peer" in result.error
+
+
 # -- set-up
 
 
