@@ -21,6 +21,7 @@ from benchmarks.arguments import parser as arguments_of
 from benchmarks.arguments import show
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
+from lightning_accelpact.recovery.communicator import ending
 from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultKind, FaultPoint
 
@@ -28,6 +29,7 @@ _WARM_UP = 3
 _SPACING = 2  # updates from one fault to the next
 # A repair must be under way for the last two to strike in it, so they come on top of another fault of the same update
 _POINTS = [point for point in FaultPoint if point not in (FaultPoint.REPAIR, FaultPoint.VALIDATE)]
+_SETTLING_S = 90.0
 _IN_A_REPAIR = 0.1  # share of the faults that are followed by one in their repair
 
 
@@ -53,6 +55,16 @@ class Resources(pl.Callback):
         self.samples: list[dict[str, int]] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
+        self._look()
+
+    def settle(self) -> None:
+        """Once more when all that was retired has ended; a wait that was given up holds it up for its whole timeout."""
+        until = time.monotonic() + _SETTLING_S
+        while ending() and time.monotonic() < until:
+            time.sleep(0.05)
+        self._look()
+
+    def _look(self) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.samples.append(
             {
@@ -68,9 +80,11 @@ def train(workload: Workload, plan: list[Fault]) -> dict[str, Any]:
     resources = Resources()
     begun = time.perf_counter()
     trainer = fit(workload, faults=plan, callbacks=[resources])
+    seconds = time.perf_counter() - begun
+    resources.settle()
     return {
         "digest": state_digest(trainer.lightning_module, trainer.optimizers),
-        "seconds": time.perf_counter() - begun,
+        "seconds": seconds,
         "incidents": [incident.to_dict() for incident in trainer.strategy.incidents],
         "pending": [str(fault) for fault in trainer.strategy.pending_faults],
         "samples": resources.samples,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_accelpact.recovery.communicator import ending
 from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
 from lightning_accelpact.strategy import ResilientHSDPStrategy
@@ -81,12 +84,23 @@ class Resources(pl.Callback):
         self.samples: list[dict[str, int]] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.samples.append({
+        self.samples.append(self.sample())
+
+    def settled(self) -> dict[str, int]:
+        """Once retired groups have ended in the background; a wait that was given up holds one up for its whole timeout."""
+        deadline = time.monotonic() + 60
+        while ending() and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.05)
+        return self.sample()
+
+    def sample(self) -> dict[str, int]:
+        return {
             "threads": len(os.listdir("/proc/self/task")),
             "files": len(os.listdir("/proc/self/fd")),
             "python_threads": threading.active_count(),
             "resident_kb": int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024,
-        })
+        }
 
 
 def fit(
@@ -123,7 +137,7 @@ def fit(
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
         "logged": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "incidents": [incident.to_dict() for incident in strategy.incidents],
-        "resources": resources.samples,
+        "resources": [*resources.samples, resources.settled()],
     }
 
 

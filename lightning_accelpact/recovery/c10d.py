@@ -218,8 +218,10 @@ class _Waiter:
     """
 
     _idle: ClassVar[list[_Waiter]] = []
+    _made: ClassVar[int] = 0
 
     def __init__(self) -> None:
+        type(self)._made += 1
         self._waits: SimpleQueue[_Wait] = SimpleQueue()
         threading.Thread(target=self._run, name="accelpact-wait", daemon=True).start()
 
@@ -229,6 +231,11 @@ class _Waiter:
             wait.run()
             self._idle.append(self)
             wait.ended.set()
+
+    @classmethod
+    def busy(cls) -> int:
+        """How many are waiting: asked by a thread that is not, those whose wait has been given up and is not over yet."""
+        return cls._made - len(cls._idle)
 
     @classmethod
     def result(cls, function: Callable[[], T], interrupted: Callable[[], bool]) -> T:
@@ -245,6 +252,9 @@ class _Waiter:
         if wait.error is not None:
             raise wait.error
         return wait.value
+
+
+waits_under_way = _Waiter.busy
 
 
 class _Wait:

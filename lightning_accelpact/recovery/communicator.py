@@ -419,6 +419,11 @@ def end_disposals(patience: float) -> None:
     _exiting.clear()
 
 
+def ending() -> bool:
+    """Whether retired groups still hold files and threads: a wait that was given up does so for its whole timeout."""
+    return bool(_disposals) or c10d.waits_under_way() > 0
+
+
 def _never_destroy(groups: list[dist.ProcessGroup]) -> None:
     """One of these, or an earlier one, has a thread that was parked: its destructor would wait for that for ever."""
     for group in groups:
