@@ -84,7 +84,7 @@ def render(figures: dict[str, Any]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = arguments_of("retention", __doc__, layers=8, width=512, batch=2048)
+    parser = arguments_of("retention", __doc__, layers=8, width=512, batch=512)
     return paired.run_benchmark(parser, arguments, measure, render)
 
 

@@ -221,7 +221,6 @@ class _Waiter:
     _made: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        type(self)._made += 1
         self._waits: SimpleQueue[_Wait] = SimpleQueue()
         threading.Thread(target=self._run, name="accelpact-wait", daemon=True).start()
 
@@ -243,6 +242,7 @@ class _Waiter:
         try:
             waiter = cls._idle.pop()
         except IndexError:
+            cls._made += 1
             waiter = cls()
         wait = _Wait(function)
         waiter._waits.put(wait)
