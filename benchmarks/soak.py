@@ -21,7 +21,7 @@ from benchmarks.arguments import parser as arguments_of
 from benchmarks.arguments import show
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
-from lightning_accelpact.recovery.communicator import ending
+from lightning_accelpact.recovery.communicator import await_endings
 from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultKind, FaultPoint
 
@@ -59,9 +59,7 @@ class Resources(pl.Callback):
 
     def settle(self) -> None:
         """Once more when all that was retired has ended; a wait that was given up holds it up for its whole timeout."""
-        until = time.monotonic() + _SETTLING_S
-        while ending() and time.monotonic() < until:
-            time.sleep(0.05)
+        await_endings(_SETTLING_S)
         self._look()
 
     def _look(self) -> None:

@@ -90,8 +90,8 @@ class _Processes:
     _JOBS = 20  # what a retired group leaves behind adds up
     _kept: ClassVar[_Processes | None] = None
 
-    def __init__(self, job: Callable[..., Any], world_size: int) -> None:
-        self._job, self._left, self._keep = job, self._JOBS, False
+    def __init__(self, job: Callable[..., Any], world_size: int, *, keep: bool = False) -> None:
+        self._job, self._keep, self._left = job, keep, self._JOBS
         self._ranks = [_Rank(rank) for rank in range(world_size)]
 
     @classmethod
@@ -99,8 +99,7 @@ class _Processes:
         """Those that are kept, if they did this job; no others are kept besides."""
         if (kept := cls._kept) is None or (kept._job, len(kept._ranks)) != (job, world_size):
             cls.close()
-            cls._kept = kept = cls(job, world_size)
-            kept._keep = True
+            cls._kept = kept = cls(job, world_size, keep=True)
         return kept
 
     @classmethod
@@ -120,7 +119,8 @@ class _Processes:
             answers = [rank.answer(deadline) for rank in self._ranks]
             codes: list[int | None] = [0] * len(answers)
             if not self._keep or self._left == 0 or any(error for _, error in answers):
-                type(self)._kept = None if self._keep else self._kept
+                if self._keep:
+                    _Processes._kept = None
                 codes = self._end(deadline)
             texts = [output.read_text(errors="replace") if output.exists() else "" for output in outputs]
         return [RankResult(*answer, code, text) for answer, code, text in zip(answers, codes, texts, strict=True)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_accelpact.recovery.communicator import ending
+from lightning_accelpact.recovery.communicator import await_endings
 from lightning_accelpact.recovery.digest import state_digest
 from lightning_accelpact.recovery.fault import Fault, FaultPlan
 from lightning_accelpact.strategy import ResilientHSDPStrategy
@@ -88,10 +87,8 @@ class Resources(pl.Callback):
 
     def settled(self) -> dict[str, int]:
         """Once retired groups have ended in the background; a wait that was given up holds one up for its whole timeout."""
-        deadline = time.monotonic() + 60
-        while ending() and time.monotonic() < deadline:
-            gc.collect()
-            time.sleep(0.05)
+        gc.collect()
+        await_endings(60)
         return self.sample()
 
     def sample(self) -> dict[str, int]:
@@ -109,11 +106,12 @@ def fit(
     updates: int = 5,
     accumulate: int = 2,
     layers: int = 4,
+    settle: bool = False,
     strategy_class: type = ResilientHSDPStrategy,
     trainer_options: dict[str, Any] | None = None,
     **strategy_options: Any,
 ) -> dict[str, Any]:
-    """Train the regressor on this rank and describe where it ended."""
+    """Train the regressor on this rank and describe where it ended; ``settle``: with what is left when all has settled."""
     pl.seed_everything(11, workers=True, verbose=False)
     module = Regressor(layers=layers)
     strategy = strategy_class(
@@ -137,7 +135,7 @@ def fit(
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
         "logged": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "incidents": [incident.to_dict() for incident in strategy.incidents],
-        "resources": [*resources.samples, resources.settled()],
+        "resources": [*resources.samples, *([resources.settled()] if settle else [])],
     }
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lightning_accelpact.recovery import c10d, sockets, uncaught
 from lightning_accelpact.recovery.c10d import GroupSpec
+from lightning_accelpact.recovery.endpoint import LOOK_AGAIN_S
 
 log = logging.getLogger("accelpact")
 
@@ -419,9 +420,15 @@ def end_disposals(patience: float) -> None:
     _exiting.clear()
 
 
-def ending() -> bool:
-    """Whether retired groups still hold files and threads: a wait that was given up does so for its whole timeout."""
-    return bool(_disposals) or c10d.waits_under_way() > 0
+def await_endings(patience: float) -> None:
+    """Return once no retired group holds files and threads any more; a wait that was given up does for its whole timeout.
+
+    Args:
+        patience: Seconds after which it returns in any case.
+    """
+    until = time.monotonic() + patience
+    while (_disposals or c10d.waits_under_way()) and time.monotonic() < until:
+        time.sleep(LOOK_AGAIN_S)
 
 
 def _never_destroy(groups: list[dist.ProcessGroup]) -> None:

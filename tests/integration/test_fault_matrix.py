@@ -143,7 +143,7 @@ def test_ten_updates_in_a_row_with_a_fault_each(reference: Any) -> None:
         Fault(point=points[update % 5][0], kind=points[update % 5][1], update=update, rank=update % 4)
         for update in range(2, 12)
     ]
-    results = check(faults, reference, {"updates": 14}, reuse=False)
+    results = check(faults, reference, {"updates": 14, "settle": True}, reuse=False)
     for result in results:
         assert len(result["incidents"]) == 10
         # A retired group keeps its files and threads for a moment, a leak keeps them for good
