@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives
 
 from lightning_accelpact.recovery import c10d
 from lightning_accelpact.recovery.c10d import GroupSpec
@@ -160,6 +161,51 @@ def late_peer_without_slices() -> dict[str, Any]:
         threading.Timer(0.25, down.set).start()
     facts["interrupted"] = absent(store, "interrupted", lambda: error_of(_scattered))
     return {name: described(value) for name, value in facts.items()}
+
+
+def divisible() -> dict[str, Any]:
+    """Collectives that get a wait in slices: whether their bits are those of torch's own, and what ends such a wait."""
+    rank, size = rank_and_size()
+    store = meeting_store()
+    c10d.create_group(world_spec(size), rank=rank, store=dist.PrefixStore("0", store), timeout=LONG)
+    inputs = _inputs(size, seed=rank)
+    native = _reduced(inputs, size)
+    down = threading.Event()
+    c10d.make_waits_interruptible(down.is_set)
+    threads = c10d._Waiter._made
+    calls: list[c10d.Collective] = []
+    c10d.intercept_collectives(lambda collective: calls.append(collective) or collective.run())
+    facts: dict[str, Any] = {"same": [torch.equal(one, other) for one, other in zip(native, _reduced(inputs, size))]}
+    facts["calls"], facts["threads"] = len(calls), c10d._Waiter._made - threads
+    facts["mismatch"] = error_of(lambda: dist.reduce_scatter_single(torch.zeros(3), torch.zeros(size + 1)))
+    facts["rank"] = rank
+    if rank == 0:
+        threading.Timer(0.25, down.set).start()
+    facts["interrupted"] = absent(store, "interrupted", lambda: error_of(lambda: _reduced(inputs[:1], size)))
+    facts["functional"] = absent(store, "functional", lambda: error_of(lambda: _functional_sum(torch.ones(2))))
+    return {name: described(value) for name, value in facts.items()}
+
+
+def _inputs(size: int, seed: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    whole = torch.randn(2 * size, 3, generator=draw)
+    return [whole, whole.flatten(), whole.to(torch.bfloat16), (100 * whole).to(torch.int64), whole.t().contiguous().t()]
+
+
+def _reduced(inputs: list[torch.Tensor], size: int) -> list[torch.Tensor]:
+    results = []
+    for tensor in inputs:
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            shape = (tensor.shape[0] // size, *tensor.shape[1:])
+            results.append(torch.zeros(shape, dtype=tensor.dtype))
+            dist.reduce_scatter_single(results[-1], tensor, op=op)
+        results += [_functional_sum(tensor), _functional_sum(tensor, "max")]
+    return results
+
+
+def _functional_sum(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    result = _functional_collectives.all_reduce(tensor, op, dist.group.WORLD)
+    return result.wait() if isinstance(result, _functional_collectives.AsyncCollectiveTensor) else result
 
 
 def _scattered() -> list[float]:

@@ -119,7 +119,7 @@ def create_group(spec: GroupSpec, *, rank: int, store: dist.Store, timeout: time
 
 def current(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group that bears this group's name now: whoever got hold of one may have kept it over a repair."""
-    return group if group is None else current_by_name(group.group_name)
+    return group if group is None or group in distributed_c10d._world.pg_map else current_by_name(group.group_name)
 
 
 def current_by_name(name: str) -> dist.ProcessGroup:
@@ -172,10 +172,11 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
 
     A Gloo pair that goes down wakes its queued receives, but not a send that has left the queue and not been written
     (``Pair::signalException`` looks at bound buffers only): that collective would wait for its whole timeout. So the
-    wait is cut into slices, and given up between two of them. Where that cannot be done a thread waits instead: a
-    functional collective, which DTensor uses and so the clipping of its norm, gives no work to wait for; Gloo's
-    reduce-scatter takes no notice of a timeout; and a send or receive whose timeout passes closes the pair. For
-    host-synchronous backends only: on NCCL a wait with a timeout blocks the host.
+    wait is cut into slices, and given up between two of them. Gloo's reduce-scatter takes no notice of a timeout, and a
+    functional all-reduce, which the clipping of DTensor's norm needs, gives no work to wait for: they become the
+    all-reduce that they are. Where nothing of that can be done a thread waits instead, which costs two switches of
+    context: for other functional collectives, and for a send or receive, whose timeout would close the pair when it
+    passes. For host-synchronous backends only: on NCCL a wait with a timeout blocks the host.
 
     Args:
         interrupted: Whether the links are down.
@@ -184,9 +185,7 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
     def wait(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
         if timeout != _NO_TIMEOUT:
             return _native_wait(work, timeout)
-        if work.is_completed():
-            return _native_wait(work)
-        if work._get_op_type() in _INDIVISIBLE:
+        if work._get_op_type() in _INDIVISIBLE and not work.is_completed():
             return _Waiter.result(lambda: _native_wait(work), interrupted)
         while True:
             try:
@@ -204,6 +203,8 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
 
     dist.Work.wait = wait
     _functional_collectives.wait_tensor = wait_tensor
+    _methods["reduce_scatter_single"] = _DivisibleReduceScatter.start
+    _functions["all_reduce"] = _divisible_all_reduce
 
 
 _OpType = torch._C._distributed_c10d.OpType
@@ -276,7 +277,45 @@ class _Wait:
             self.error = error
 
 
-@dataclass(slots=True)
+class _DivisibleReduceScatter:
+    """What Gloo's reduce-scatter does, an all-reduce of a copy of which each member keeps its part, with a divisible wait."""
+
+    def __init__(self, group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor, opts: Any) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout, options.asyncOp = opts.reduceOp, opts.timeout, opts.asyncOp
+        self._output = output
+        self._whole = own.detach().clone()
+        self._part = self._whole.view(group.size(), -1)[group.rank()]
+        self._reduction = _native_methods["allreduce"](group, [self._whole], options)
+
+    @classmethod
+    def start(cls, group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor, opts: Any) -> Any:
+        """Begin one; in torch's own way where a caller wants its work, or it is not known to be the same."""
+        fits = output.dim() > 0 and own.shape == (output.shape[0] * group.size(), *output.shape[1:])
+        if opts.asyncOp or not (fits and own.device.type == "cpu" and own.is_contiguous()):
+            return _native_methods["reduce_scatter_single"](group, output, own, opts)
+        return cls(group, output, own, opts)
+
+    def wait(self) -> None:
+        self._reduction.wait()
+        self._output.detach().copy_(self._part.view(self._output.shape))
+
+
+def _divisible_all_reduce(
+    self: torch.Tensor, reduceOp: str, group: dist.ProcessGroup, **options: Any
+) -> torch.Tensor:
+    """A functional all-reduce, waited for."""
+    kind = getattr(dist.ReduceOp, reduceOp.upper(), None)
+    if kind is None or self.device.type != "cpu" or (self.requires_grad and torch.is_grad_enabled()):
+        return _native_functions["all_reduce"](self, reduceOp, group, **options)
+    result = self.clone(memory_format=torch.contiguous_format)
+    opts = dist.AllreduceOptions()
+    opts.reduceOp = kind
+    _native_methods["allreduce"](group, [result], opts).wait()
+    return result
+
+
+@dataclass(slots=True, eq=False)
 class Collective:
     """A collective of all members of a group, in a form that can be run again.
 
@@ -289,6 +328,7 @@ class Collective:
         call: Runs it to its end, given a group, outputs and inputs; returns what the caller gets.
         start: Likewise, but returns the work as soon as it is under way; ``None`` if the caller gets no work.
         waited: Whether the caller waits for its end.
+        bulky: Whether its inputs are larger than the outputs that it is given.
     """
 
     group: dist.ProcessGroup
@@ -297,6 +337,7 @@ class Collective:
     call: Callable[[dist.ProcessGroup, list[torch.Tensor], list[torch.Tensor]], Any]
     start: Callable[[dist.ProcessGroup, list[torch.Tensor], list[torch.Tensor]], dist.Work] | None = None
     waited: bool = True
+    bulky: bool = False
 
     @property
     def in_place(self) -> bool:
@@ -328,6 +369,9 @@ class Finished(dist.Work):
         return True
 
 
+FINISHED = Finished()
+
+
 def intercept_collectives(handle: Callable[[Collective], Any]) -> None:
     """Let ``handle`` run every collective that its caller waits for, FSDP's, DTensor's and the user's own.
 
@@ -340,9 +384,9 @@ def intercept_collectives(handle: Callable[[Collective], Any]) -> None:
         handle: Takes a collective and returns what running it returned.
     """
     for name, describe in _METHODS.items():
-        setattr(dist.ProcessGroup, name, _intercepted_method(_native_methods[name], describe, handle))
-    for name, native in _native_functions.items():
-        setattr(_functional_collectives, name, _intercepted_function(native, handle))
+        setattr(dist.ProcessGroup, name, _intercepted_method(name, describe, handle))
+    for name in _native_functions:
+        setattr(_functional_collectives, name, _intercepted_function(name, handle))
 
 
 Tensors = list[torch.Tensor]
@@ -358,6 +402,9 @@ def _from_one_into_one(
     return [output], [own], lambda group, out, own: native(group, out[0], own[0], opts)
 
 
+_BULKY = {"reduce_scatter_single"}
+
+
 # How the arguments of a method tell outputs, inputs, and the call with others in their place
 _METHODS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "allreduce": lambda native, tensors, opts: (tensors, tensors, lambda group, out, own: native(group, out, opts)),
@@ -371,26 +418,31 @@ _native_functions = {
     name: getattr(_functional_collectives, name)
     for name in ("all_reduce", "all_gather_single", "reduce_scatter_single")
 }
+# What runs in their places
+_methods: dict[str, Callable[..., Any]] = dict(_native_methods)
+_functions: dict[str, Callable[..., torch.Tensor]] = dict(_native_functions)
 
+def _intercepted_method(name: str, describe: Callable[..., tuple[Any, ...]], handle: Any) -> Any:
+    native, run, bulky = _native_methods[name], _methods[name], name in _BULKY
 
-def _intercepted_method(native: Callable[..., dist.Work], describe: Callable[..., tuple[Any, ...]], handle: Any) -> Any:
     @functools.wraps(native)
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        given = (*args, *kwargs.values())
-        if not (set(kwargs) <= {"opts"} and given and hasattr(given[-1], "asyncOp")):
+        given = (*args, *kwargs.values()) if kwargs else args
+        if not (given and hasattr(given[-1], "asyncOp") and kwargs.keys() <= {"opts"}):
             return native(group, *args, **kwargs)
-        outputs, inputs, start = describe(native, *given)
+        outputs, inputs, start = describe(run, *given)
 
         def call(group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
             start(group, outputs, inputs).wait()
-            return Finished()
+            return FINISHED
 
-        return handle(Collective(group, outputs, inputs, call, start, waited=not given[-1].asyncOp))
+        return handle(Collective(group, outputs, inputs, call, start, not given[-1].asyncOp, bulky))
 
     return method
 
 
-def _intercepted_function(native: Callable[..., torch.Tensor], handle: Any) -> Any:
+def _intercepted_function(name: str, handle: Any) -> Any:
+    native, run = _native_functions[name], _functions[name]
     signature = inspect.signature(native)
 
     @functools.wraps(native)
@@ -401,10 +453,11 @@ def _intercepted_function(native: Callable[..., torch.Tensor], handle: Any) -> A
         tensor, group = given.pop("self"), _functional_collectives._resolve_group(given.pop("group"))
 
         def call(group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> torch.Tensor:
-            result = native(inputs[0], group=group, **given)
+            result = run(inputs[0], group=group, **given)
             return result.wait() if isinstance(result, _functional_collectives.AsyncCollectiveTensor) else result
 
-        return handle(Collective(current_by_name(group) if isinstance(group, str) else group, [], [tensor], call))
+        known = current_by_name(group) if isinstance(group, str) else group
+        return handle(Collective(known, [], [tensor], call, bulky=True))
 
     return function
 

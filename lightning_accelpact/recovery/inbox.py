@@ -15,6 +15,7 @@ class Inbox:
     def __init__(self) -> None:
         self._waiting: tuple[int, Callable[[Line], object]] | None = None
         self.latest: Notice | None = None
+        self.generation = 0  # the newest repair that has been called
         self.stop: Notice | None = None
         self.control_lost = ""
 
@@ -26,16 +27,12 @@ class Inbox:
             store: The monitor's own connection.
         """
         self.latest = notice
+        self.generation = notice.generation
         self.stop = notice if notice.stop else self.stop
         waiting = self._waiting
         # Whoever stops has not answered in a repair of the same generation, and never will
         if waiting is not None and (notice.stop or waiting[0] < notice.generation):
             waiting[1](store)
-
-    @property
-    def generation(self) -> int:
-        """The newest repair that has been called."""
-        return self.latest.generation if self.latest else 0
 
     @contextmanager
     def interruptible(self, generation: int, end: Callable[[Line], object]) -> Iterator[None]:

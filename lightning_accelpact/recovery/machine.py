@@ -101,6 +101,7 @@ class RepairMachine:
         self._aborting = False  # the update must run again, and its pass has not unwound yet
         self._unwound = False  # the pass of the update that met the fault under repair has
         self._passing = False
+        self._retries = policy.retries
         self.retry = self._make_retry()
         self.guarding = policy.guard  # may change between two updates, on all ranks alike
         self.on_redo: Callable[[], None] = lambda: None
@@ -174,7 +175,7 @@ class RepairMachine:
     @property
     def pending(self) -> bool:
         """Whether a notice has come that this rank has not acted on."""
-        return bool(self._inbox.control_lost) or self._inbox.generation > self.generation
+        return self._inbox.generation > self.progress.generation or bool(self._inbox.control_lost)
 
     def enter(self, phase: Phase) -> None:
         """The current micro-batch has reached ``FORWARD`` or ``BACKWARD``."""
@@ -310,11 +311,12 @@ class RepairMachine:
     @property
     def collectives_count(self) -> bool:
         """Whether a collective now may run again in place: not one of a repair, nor of an operation with its own vote."""
-        return self._retries and not self._repairing and (self.inside_update or not self.inside_operation)
-
-    @property
-    def _retries(self) -> bool:
-        return self.guarding and self._policy.retries
+        return (
+            self._retries
+            and self.guarding
+            and not self._repairing
+            and (self.inside_update or not self.inside_operation)
+        )
 
     def join(self) -> None:
         """Before a collective: take part in a repair that a peer has asked for.

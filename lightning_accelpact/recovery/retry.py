@@ -59,24 +59,29 @@ class Kept:
 
     Args:
         collective: What was called.
-        copies: Copies of its inputs, or the inputs themselves where nobody writes to them.
+        inputs: Copies of its inputs, or the inputs themselves.
+        copied: Whether they are copies, to which nobody else can write.
     """
 
-    def __init__(self, collective: Collective, copies: list[torch.Tensor]) -> None:
+    __slots__ = ("_call", "_copied", "_in_place", "_outputs", "_versions", "inputs")
+
+    def __init__(self, collective: Collective, inputs: list[torch.Tensor], *, copied: bool = True) -> None:
         self._in_place = collective.in_place
         self._call = collective.call
-        self._outputs = [] if self._in_place else [_shape(output) for output in collective.outputs]
-        self.inputs = copies
+        self._outputs = [] if self._in_place else _shapes(collective.outputs)
+        self._copied = copied
         self._versions: list[int] = []
+        self.inputs = inputs
 
     def seal(self) -> None:
         """The collective has run: from here on nobody may write to the inputs. (It counts as a write itself.)"""
-        self._versions = [_version(tensor) for tensor in self.inputs]
+        if not self._copied:
+            self._versions = [tensor._version for tensor in self.inputs]
 
     @property
     def sound(self) -> bool:
         """Whether nobody has written to the inputs since it ran last."""
-        return self._versions == [_version(tensor) for tensor in self.inputs]
+        return self._copied or self._versions == [tensor._version for tensor in self.inputs]
 
     def serve(self, group: Any) -> None:
         """Run it once more for those that have not finished it; the result goes nowhere."""
@@ -86,17 +91,9 @@ class Kept:
         self.seal()
 
 
-def _shape(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """What it takes to make a tensor like another one."""
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _nbytes(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _shapes(tensors: list[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    """What it takes to make tensors like these."""
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
 class _Shelf:
@@ -108,13 +105,13 @@ class _Shelf:
 
     def copy(self, tensors: list[torch.Tensor], place: int) -> list[torch.Tensor]:
         """Copies of ``tensors``, valid until the next ones for the same place."""
-        wanted = [_shape(tensor) for tensor in tensors]
+        wanted = _shapes(tensors)
         shapes, parts = self._parts.get(place, (None, []))
         if shapes != wanted:
             parts = self._divide(tensors, place)
             self._parts[place] = (wanted, parts)
         for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(tensor.detach())
+            part.copy_(tensor.detach() if tensor.requires_grad else tensor)
         return parts
 
     def _divide(self, tensors: list[torch.Tensor], place: int) -> list[torch.Tensor]:
@@ -152,9 +149,10 @@ class Member:
 class Flight:
     """A collective that this rank has begun."""
 
-    def __init__(self, collective: Collective, kept: Kept) -> None:
+    def __init__(self, collective: Collective, kept: Kept, member: Member) -> None:
         self.collective = collective
         self.kept = kept
+        self.member = member
         self.finished = False
         self.result: Any = None
 
@@ -194,7 +192,7 @@ class Retry:
             return collective.plain()
         self._repairs.join()
         member = self._member(collective)
-        flight = self._flight = Flight(collective, self._keep(collective, member))
+        flight = self._flight = Flight(collective, self._keep(collective, member), member)
         try:
             while not flight.finished:
                 self._attempt(flight)
@@ -224,7 +222,7 @@ class Retry:
         flight.result = self._run(flight.collective)
         flight.finished = True
         flight.kept.seal()
-        member = self._member(flight.collective)
+        member = flight.member
         member.finished += 1
         member.kept = [flight.kept]
 
@@ -240,11 +238,9 @@ class Retry:
 
     def _keep(self, collective: Collective, member: Member) -> Kept:
         inputs = collective.inputs
-        large = not collective.in_place and _nbytes(inputs) > _nbytes(collective.outputs)
-        if not inputs or (large and not any(tensor.is_inference() for tensor in inputs)):
-            # A reduce-scatter's: large, and who writes to it is found out, but for a tensor of inference mode, which does
-            # not count its versions. An all-gather's is often a part of its own output
-            return Kept(collective, [tensor.detach() for tensor in inputs])
+        if not inputs or (collective.bulky and not any(tensor.is_inference() for tensor in inputs)):
+            # Who writes to them is found out, but for a tensor of inference mode, which does not count its versions
+            return Kept(collective, [tensor.detach() for tensor in inputs], copied=False)
         return Kept(collective, member.shelf.copy(inputs, member.finished % 2))
 
     # -- called in a repair

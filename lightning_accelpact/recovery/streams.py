@@ -21,7 +21,7 @@ import torch
 
 from lightning_accelpact.recovery import c10d
 from lightning_accelpact.recovery.action import GroupReport
-from lightning_accelpact.recovery.c10d import Collective, Finished
+from lightning_accelpact.recovery.c10d import FINISHED, Collective, Finished
 from lightning_accelpact.recovery.communicator import CommunicatorLost, Started, StreamLinks
 from lightning_accelpact.recovery.retry import Flight, Kept, Member, Repairs, Retry
 
@@ -31,8 +31,8 @@ _LOOK_S = 0.0002
 class Deferred(Flight):
     """An all-reduce whose result is looked at when the pass is over."""
 
-    def __init__(self, collective: Collective, kept: Kept) -> None:
-        super().__init__(collective, kept)
+    def __init__(self, collective: Collective, kept: Kept, member: Member) -> None:
+        super().__init__(collective, kept, member)
         self._started: Started | None = None
         self._versions = self._written()
         self.failure: RuntimeError | None = None
@@ -116,7 +116,7 @@ class StreamRetry(Retry):
         member = self._member(collective)
         # The first two places of the shelf are for those that are waited for
         copies = member.shelf.copy(collective.inputs, 2 + len(self._results))
-        flight = Deferred(collective, Kept(collective, copies))
+        flight = Deferred(collective, Kept(collective, copies), member)
         self._results += collective.outputs
         self._deferred.setdefault(collective.group.group_name, []).append(flight)
         try:
@@ -125,7 +125,7 @@ class StreamRetry(Retry):
             flight.failure = error
         else:
             flight.begin(self._links)
-        return Finished()
+        return FINISHED
 
     def _pass_on(self, collective: Collective) -> Any:
         try:

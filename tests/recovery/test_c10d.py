@@ -162,3 +162,14 @@ def test_what_cannot_be_waited_for_in_slices_is_waited_for_in_a_thread() -> None
     facts = values(run_ranks(jobs_recovery.late_peer_without_slices, 2))[0]
     assert (facts["received"], facts["scattered"]) == (1.0, [0.0, 2.0])
     assert facts["interrupted"] == ("DistBackendError", "the collective was interrupted: its links are down")
+
+
+def test_what_is_made_divisible_has_the_bits_of_torchs_own() -> None:
+    for facts in values(run_ranks(jobs_recovery.divisible, 3)):
+        assert facts["same"] == [True] * 20
+        assert facts["calls"] == 20
+        assert facts["threads"] == 1  # for the input that is not contiguous, which is left to torch
+        assert "outputShape" in facts["mismatch"][1]
+        if facts["rank"] == 0:
+            for name in ("interrupted", "functional"):
+                assert facts[name] == ("DistBackendError", "the collective was interrupted: its links are down")

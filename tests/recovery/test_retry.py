@@ -50,6 +50,7 @@ class Collective:
         self.inputs = inputs
         self.outputs = inputs if outputs is None else outputs
         self.in_place = outputs is None
+        self.bulky = sum(tensor.numel() for tensor in self.inputs) > sum(tensor.numel() for tensor in self.outputs)
         self.registered = self.waited = True
         self.failures = failures
         self.calls: list[list[torch.Tensor]] = []
