@@ -10,20 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from rich.table import Table
-from torch.distributed import _functional_collectives
 
 from benchmarks import pairs as paired
 from benchmarks.arguments import parser as arguments_of
 from benchmarks.pairs import Alternation, Blocks
 from benchmarks.ranks import run_ranks
 from benchmarks.training import Workload, fit
+from lightning_accelpact.recovery import c10d
 
-# Waits for a collective, which the strategy makes interruptible when it starts
-_WAITS = ((dist.Work, "wait"), (_functional_collectives, "wait_tensor"))
-_PLAIN_WAITS = [getattr(holder, name) for holder, name in _WAITS]
+_PLAIN_COLLECTIVES = c10d.replaceable()  # the strategy replaces them when it starts
 _UPDATE_LENGTHS = {"share_50ms": 50.0, "share_1s": 1000.0, "share_220s": 220_000.0}
 
 
@@ -31,7 +28,7 @@ class Guarding(Alternation):
     """Guarded and plain updates in turn.
 
     Plain is Lightning's own optimization loop in the place of the one with a window, no commit vote, and torch's own
-    waits for a collective. What the strategy does once per run, such as its sleeping monitor thread, stays.
+    collectives and waits for them. What the strategy does once per run, such as its sleeping monitor thread, stays.
     """
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -40,13 +37,13 @@ class Guarding(Alternation):
         plain = _AutomaticOptimization(trainer)
         plain.optim_progress = windowed.optim_progress
         self._loops = {True: windowed, False: plain}
-        self._waits = {True: [getattr(holder, name) for holder, name in _WAITS], False: _PLAIN_WAITS}
+        self._collectives = {True: c10d.replaceable(), False: _PLAIN_COLLECTIVES}
 
     def switch(self, trainer: pl.Trainer, with_it: bool) -> None:
         trainer.fit_loop.epoch_loop.automatic_optimization = self._loops[with_it]
         trainer.strategy.machine.guarding = with_it
-        for (holder, name), wait in zip(_WAITS, self._waits[with_it], strict=True):
-            setattr(holder, name, wait)
+        for holder, name, function in self._collectives[with_it]:
+            setattr(holder, name, function)
 
 
 def train(workload: Workload, blocks: Blocks) -> list[tuple[float, float]]:

@@ -58,7 +58,7 @@ class ResilientOptimization(_AutomaticOptimization):
         self._drop_gradients = drop_gradients
         results = trainer.fit_loop.epoch_loop._results
         self.window = Window(
-            [_Progress(self), *_participants(trainer, lambda: results)], lambda: fsdp2.weights(trainer.lightning_module)
+            [_Progress(self), *_participants(trainer, lambda: results)], fsdp2.Weights(trainer.lightning_module)
         )
         self._running = False
         self._spent = 0.0  # seconds that the current update's finished attempts at micro-batches took
@@ -302,7 +302,7 @@ def manual_window(trainer: pl.Trainer) -> Window:
     """What an update of manual optimization changes besides gradients."""
     results = trainer.fit_loop.epoch_loop._results
     participants = [_ManualProgress(trainer), *_participants(trainer, lambda: results)]
-    return Window(participants, lambda: fsdp2.weights(trainer.lightning_module))
+    return Window(participants, fsdp2.Weights(trainer.lightning_module))
 
 
 def require_manual_choice(module: pl.LightningModule, choice: str) -> None:

@@ -78,8 +78,8 @@ class UserRun:
         return [Metrics(root), Attributes(self._owners), options, Buffers(root), Modes(root)]
 
     def _weights(self) -> Iterator[torch.Tensor]:
-        """What the optimizers alone may write to."""
-        return fsdp2.weights(self._protected)
+        """What the optimizers alone may write to, in all that is protected by then."""
+        return fsdp2.Weights(self._protected)()
 
     # -- what others read
 

@@ -35,6 +35,9 @@ _REGISTRIES = (
 )
 
 
+_registered = distributed_c10d._world.pg_map  # looked at in every collective; it is emptied, never replaced
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
     """What it takes to make a process group again under the same name.
@@ -119,7 +122,7 @@ def create_group(spec: GroupSpec, *, rank: int, store: dist.Store, timeout: time
 
 def current(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group that bears this group's name now: whoever got hold of one may have kept it over a repair."""
-    return group if group is None or group in distributed_c10d._world.pg_map else current_by_name(group.group_name)
+    return group if group is None or group in _registered else current_by_name(group.group_name)
 
 
 def current_by_name(name: str) -> dist.ProcessGroup:
@@ -347,8 +350,7 @@ class Collective:
     @property
     def registered(self) -> bool:
         """Whether torch knows a group of this name: this one, or the one that has taken its place."""
-        world = distributed_c10d._world
-        return self.group in world.pg_map or self.group.group_name in world.pg_names.values()
+        return self.group in _registered or self.group.group_name in distributed_c10d._world.pg_names.values()
 
     def run(self) -> Any:
         """Run it on the group that bears the name now."""
@@ -370,6 +372,14 @@ class Finished(dist.Work):
 
 
 FINISHED = Finished()
+
+
+def replaceable() -> list[tuple[Any, str, Any]]:
+    """(holder, name, what is there now) of all that waits for collectives and their interception put something else into."""
+    places = [(dist.Work, "wait"), (_functional_collectives, "wait_tensor")]
+    places += [(dist.ProcessGroup, name) for name in _METHODS]
+    places += [(_functional_collectives, name) for name in _native_functions]
+    return [(holder, name, vars(holder)[name]) for holder, name in places]
 
 
 def intercept_collectives(handle: Callable[[Collective], Any]) -> None:

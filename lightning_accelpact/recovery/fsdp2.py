@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -140,15 +141,27 @@ def shards(root: torch.nn.Module) -> list[torch.Tensor]:
     return [parameter.to_local().detach() for parameter in sharded_parameters(root)]
 
 
-def weights(root: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Every sharded parameter and this rank's part of it; whoever writes to one of them moves its version.
+class Weights:
+    """Every sharded parameter of a wrapped model and this rank's part of it; whoever writes to one moves its version.
 
     Those that are registered with the modules will not do: inside a pass they may be the unsharded ones.
+
+    Args:
+        root: The model; FSDP's parameters in it are looked for once, when they are asked for first.
     """
-    for group in param_groups(root):
-        for param in group.fsdp_params:
-            yield param.sharded_param
-            yield param.sharded_param._local_tensor
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        for param in self._params:
+            sharded = param.sharded_param
+            yield sharded
+            yield sharded._local_tensor
+
+    @cached_property
+    def _params(self) -> list[Any]:
+        return [param for group in param_groups(self._root) for param in group.fsdp_params]
 
 
 def meshes(modules: Iterable[torch.nn.Module]) -> list[DeviceMesh]:

@@ -95,6 +95,15 @@ def test_every_registry_of_torch_is_emptied() -> None:
     assert held == set(c10d._REGISTRIES)
 
 
+def test_the_registry_that_is_looked_at_in_every_collective_is_never_replaced() -> None:
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert list(c10d._registered) == [dist.group.WORLD]
+        dist.destroy_process_group()
+        assert c10d._registered is distributed_c10d._world.pg_map
+        assert not c10d._registered
+
+
 @pytest.fixture(scope="module")
 def remade() -> list[dict[str, Any]]:
     """Three ranks whose groups, one of all and one of two, have been forgotten and made again twice."""
