@@ -169,14 +169,22 @@ def divisible() -> dict[str, Any]:
     store = meeting_store()
     c10d.create_group(world_spec(size), rank=rank, store=dist.PrefixStore("0", store), timeout=LONG)
     inputs = _inputs(size, seed=rank)
-    native = _reduced(inputs, size)
+    native, crosswise = _reduced(inputs, size), _reduced([_crosswise(inputs[0])], size)
     down = threading.Event()
     c10d.make_waits_interruptible(down.is_set)
     threads = c10d._Waiter._made
     calls: list[c10d.Collective] = []
     c10d.intercept_collectives(lambda collective: calls.append(collective) or collective.run())
     facts: dict[str, Any] = {"same": [torch.equal(one, other) for one, other in zip(native, _reduced(inputs, size))]}
-    facts["calls"], facts["threads"] = len(calls), c10d._Waiter._made - threads
+    facts["threads"] = c10d._Waiter._made - threads
+    facts["same without slices"] = [
+        torch.equal(one, other) for one, other in zip(crosswise, _reduced([_crosswise(inputs[0])], size))
+    ]
+    facts["threads without slices"] = c10d._Waiter._made - threads
+    dist.all_reduce(torch.zeros(1))
+    dist.all_gather_single(torch.zeros(size), torch.zeros(1))
+    dist.reduce_scatter_single(torch.zeros(1), torch.zeros(size))
+    facts["bulky"] = [call.bulky for call in calls[-3:]]
     facts["mismatch"] = error_of(lambda: dist.reduce_scatter_single(torch.zeros(3), torch.zeros(size + 1)))
     facts["rank"] = rank
     if rank == 0:
@@ -189,13 +197,19 @@ def divisible() -> dict[str, Any]:
 def _inputs(size: int, seed: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     whole = torch.randn(2 * size, 3, generator=draw)
-    return [whole, whole.flatten(), whole.to(torch.bfloat16), (100 * whole).to(torch.int64), whole.t().contiguous().t()]
+    return [whole, whole.flatten(), whole.to(torch.bfloat16), (100 * whole).to(torch.int64)]
+
+
+def _crosswise(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in another order of memory, which is left to torch."""
+    return tensor.t().contiguous().t()
 
 
 def _reduced(inputs: list[torch.Tensor], size: int) -> list[torch.Tensor]:
     results = []
     for tensor in inputs:
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        average = [dist.ReduceOp.AVG] if tensor.is_floating_point() else []
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, *average):
             shape = (tensor.shape[0] // size, *tensor.shape[1:])
             results.append(torch.zeros(shape, dtype=tensor.dtype))
             dist.reduce_scatter_single(results[-1], tensor, op=op)

@@ -56,13 +56,45 @@ class Counted(pl.Callback):
         self.batches += 1
 
 
+class LateVoter(pl.Callback):
+    """One rank opens its ballots only when it knows of a repair.
+
+    Args:
+        rank: Which.
+        update: From this update on.
+    """
+
+    def __init__(self, rank: int, update: int) -> None:
+        self._late = rank == int(os.environ["RANK"])
+        self._update = update
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        machine = trainer.strategy.machine
+        opened = machine.guard.open
+
+        def open_late(generation: int) -> str:
+            until = time.monotonic() + 10
+            while self._late and generation == 0 and machine.progress.frontier == self._update:
+                if machine.pending or time.monotonic() > until:
+                    break
+                time.sleep(0.001)
+            return opened(generation)
+
+        machine.guard.open = open_late
+
+
 def fit(
-    rank: int | None, batch: int, hook: str, faults: list[Fault] | None = None, accumulate: int = 2
+    rank: int | None,
+    batch: int,
+    hook: str,
+    faults: list[Fault] | None = None,
+    accumulate: int = 2,
+    late_voter: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Train until the signal ends it; says where this rank stood then, and how long that took."""
     module, terminated = Validated(), Terminated(rank, batch, hook)
     trainer = _trainer(
-        [terminated], faults, max_epochs=1, accumulate_grad_batches=accumulate, limit_train_batches=12,
+        [terminated, *([LateVoter(*late_voter)] if late_voter else [])], faults, max_epochs=1, accumulate_grad_batches=accumulate, limit_train_batches=12,
         val_check_interval=6, num_sanity_val_steps=0,
     )  # fmt: skip
     ended = _ended(lambda: trainer.fit(module))

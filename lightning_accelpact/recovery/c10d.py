@@ -295,13 +295,14 @@ class _DivisibleReduceScatter:
     def start(cls, group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor, opts: Any) -> Any:
         """Begin one; in torch's own way where a caller wants its work, or it is not known to be the same."""
         fits = output.dim() > 0 and own.shape == (output.shape[0] * group.size(), *output.shape[1:])
-        if opts.asyncOp or not (fits and own.device.type == "cpu" and own.is_contiguous()):
+        alike = output.dtype == own.dtype and own.device.type == "cpu" and own.is_contiguous()
+        if opts.asyncOp or not (fits and alike):
             return _native_methods["reduce_scatter_single"](group, output, own, opts)
         return cls(group, output, own, opts)
 
     def wait(self) -> None:
         self._reduction.wait()
-        self._output.detach().copy_(self._part.view(self._output.shape))
+        self._output.copy_(self._part.view(self._output.shape))
 
 
 def _divisible_all_reduce(
@@ -309,12 +310,12 @@ def _divisible_all_reduce(
 ) -> torch.Tensor:
     """A functional all-reduce, waited for."""
     kind = getattr(dist.ReduceOp, reduceOp.upper(), None)
-    if kind is None or self.device.type != "cpu" or (self.requires_grad and torch.is_grad_enabled()):
+    if kind is None or self.device.type != "cpu" or self.is_complex() or (self.requires_grad and torch.is_grad_enabled()):
         return _native_functions["all_reduce"](self, reduceOp, group, **options)
     result = self.clone(memory_format=torch.contiguous_format)
     opts = dist.AllreduceOptions()
     opts.reduceOp = kind
-    _native_methods["allreduce"](group, [result], opts).wait()
+    _native_methods["allreduce"](current(group), [result], opts).wait()  # torch's own finds it by name as well
     return result
 
 
@@ -413,7 +414,6 @@ def _from_one_into_one(
 
 
 _BULKY = {"reduce_scatter_single"}
-
 
 # How the arguments of a method tell outputs, inputs, and the call with others in their place
 _METHODS: dict[str, Callable[..., tuple[Any, ...]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ class Inbox:
     """What this rank has been told, and what it is waiting for."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._waiting: tuple[int, Callable[[Line], object]] | None = None
         self.latest: Notice | None = None
         self.generation = 0  # the newest repair that has been called
@@ -26,9 +28,10 @@ class Inbox:
             notice: The notice.
             store: The monitor's own connection.
         """
-        self.latest = notice
-        self.generation = notice.generation
-        self.stop = notice if notice.stop else self.stop
+        with self._lock:  # the monitor may bring one while a run that begins takes in the latest one
+            if notice.generation >= self.generation:
+                self.latest, self.generation = notice, notice.generation
+            self.stop = notice if notice.stop else self.stop
         waiting = self._waiting
         # Whoever stops has not answered in a repair of the same generation, and never will
         if waiting is not None and (notice.stop or waiting[0] < notice.generation):

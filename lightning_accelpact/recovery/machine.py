@@ -228,10 +228,10 @@ class RepairMachine:
             return None
         try:
             self._communicators.links.settle()
+            self.leave.wish(self._place(update=1))  # before peers may count on this rank's step without its vote
             self.progress.phase = Phase.PREPARED
             self.faults.fire(FaultPoint.VOTE)
             with self._voting(self.guard.open(self.generation)):
-                self.leave.wish(self._place(update=1))
                 self.guard.cast()
                 if not self.guard.passed():
                     return Superseded("the vote was vetoed")

@@ -60,7 +60,7 @@ class Kept:
     Args:
         collective: What was called.
         inputs: Copies of its inputs, or the inputs themselves.
-        copied: Whether they are copies, to which nobody else can write.
+        copied: Whether they are copies, to which nobody else can write as long as they are needed.
     """
 
     __slots__ = ("_call", "_copied", "_in_place", "_outputs", "_versions", "inputs")

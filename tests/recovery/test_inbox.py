@@ -37,6 +37,13 @@ def test_which_notice_ends_a_wait_of_generation_5(told: Notice, ends: bool) -> N
             pytest.fail("waits although it has been told")
 
 
+def test_an_older_notice_does_not_hide_a_newer_one() -> None:
+    inbox = Inbox()
+    inbox.take(notice(6), STORE)
+    inbox.take(notice(5), STORE)
+    assert (inbox.latest.generation, inbox.generation) == (6, 6)
+
+
 def test_nothing_is_ended_between_two_waits() -> None:
     inbox, ended = Inbox(), []
     with inbox.interruptible(1, ended.append):
