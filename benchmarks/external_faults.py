@@ -77,7 +77,7 @@ def render(figures: dict[str, Any]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 1 if the end state differs from that of the undisturbed run."""
     parser = arguments_of("external_faults", __doc__, layers=8, width=64)
-    parser.add_argument("--updates", type=int, default=600, help="updates, about a minute's (default 450)")
+    parser.add_argument("--updates", type=int, default=600, help="updates, about a minute's (default 600)")
     parser.add_argument("--every", type=float, default=0.5, help="seconds between two destructions (default 0.5)")
     parser.add_argument("--seed", type=int, default=0, help="decides which connections (default 0)")
     options = vars(parser.parse_args(arguments))

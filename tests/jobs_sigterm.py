@@ -57,11 +57,11 @@ class Counted(pl.Callback):
 
 
 class LateVoter(pl.Callback):
-    """One rank opens its ballots only when it knows of a repair.
+    """One rank opens the first ballot on an update only when it knows of a repair.
 
     Args:
         rank: Which.
-        update: From this update on.
+        update: Which update, counted from 0.
     """
 
     def __init__(self, rank: int, update: int) -> None:
@@ -74,9 +74,8 @@ class LateVoter(pl.Callback):
 
         def open_late(generation: int) -> str:
             until = time.monotonic() + 10
-            while self._late and generation == 0 and machine.progress.frontier == self._update:
-                if machine.pending or time.monotonic() > until:
-                    break
+            waits = self._late and generation == 0 and machine.progress.frontier == self._update
+            while waits and not machine.pending and time.monotonic() < until:
                 time.sleep(0.001)
             return opened(generation)
 
@@ -93,8 +92,9 @@ def fit(
 ) -> dict[str, Any]:
     """Train until the signal ends it; says where this rank stood then, and how long that took."""
     module, terminated = Validated(), Terminated(rank, batch, hook)
+    callbacks = [terminated] if late_voter is None else [terminated, LateVoter(*late_voter)]
     trainer = _trainer(
-        [terminated, *([LateVoter(*late_voter)] if late_voter else [])], faults, max_epochs=1, accumulate_grad_batches=accumulate, limit_train_batches=12,
+        callbacks, faults, max_epochs=1, accumulate_grad_batches=accumulate, limit_train_batches=12,
         val_check_interval=6, num_sanity_val_steps=0,
     )  # fmt: skip
     ended = _ended(lambda: trainer.fit(module))

@@ -305,9 +305,7 @@ class _DivisibleReduceScatter:
         self._output.copy_(self._part.view(self._output.shape))
 
 
-def _divisible_all_reduce(
-    self: torch.Tensor, reduceOp: str, group: dist.ProcessGroup, **options: Any
-) -> torch.Tensor:
+def _divisible_all_reduce(self: torch.Tensor, reduceOp: str, group: dist.ProcessGroup, **options: Any) -> torch.Tensor:
     """A functional all-reduce, waited for."""
     kind = getattr(dist.ReduceOp, reduceOp.upper(), None)
     if kind is None or self.device.type != "cpu" or self.is_complex() or (self.requires_grad and torch.is_grad_enabled()):

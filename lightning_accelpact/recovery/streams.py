@@ -190,16 +190,15 @@ class StreamRetry(Retry):
 
     def _take_in(self) -> None:
         """Count those that have their results, in order."""
-        for name, flights in self._deferred.items():
-            member = self._members[name]
+        for flights in self._deferred.values():
             while flights and flights[0].succeeded:
-                self._finish(flights.pop(0), member)
+                self._finish(flights.pop(0))
 
     @staticmethod
-    def _finish(flight: Deferred, member: Member) -> None:
+    def _finish(flight: Deferred) -> None:
         flight.kept.seal()
-        member.kept.append(flight.kept)
-        member.finished += 1
+        flight.member.kept.append(flight.kept)
+        flight.member.finished += 1
 
     # -- called in a repair
 
@@ -249,7 +248,7 @@ class StreamRetry(Retry):
             return
         flight = self._deferred[name].pop(0)
         flight.collective.run()
-        self._finish(flight, member)
+        self._finish(flight)
 
     def committed(self) -> None:
         """All ranks have voted, so all have finished: nothing has to be served any more."""
