@@ -18,6 +18,7 @@ from lightning_accelpact.recovery.c10d import GroupSpec
 from lightning_accelpact.recovery.communicator import CommunicatorLost, Communicators, is_communication_error
 from lightning_accelpact.recovery.endpoint import Endpoint
 from lightning_accelpact.recovery.session import Session
+from lightning_accelpact.recovery.waiter import Waiter
 
 LONG = timedelta(seconds=60)
 
@@ -172,15 +173,15 @@ def divisible() -> dict[str, Any]:
     native, crosswise = _reduced(inputs, size), _reduced([_crosswise(inputs[0])], size)
     down = threading.Event()
     c10d.make_waits_interruptible(down.is_set)
-    threads = c10d._Waiter._made
+    threads = Waiter._made
     calls: list[c10d.Collective] = []
     c10d.intercept_collectives(lambda collective: calls.append(collective) or collective.run())
     facts: dict[str, Any] = {"same": [torch.equal(one, other) for one, other in zip(native, _reduced(inputs, size))]}
-    facts["threads"] = c10d._Waiter._made - threads
+    facts["threads"] = Waiter._made - threads
     facts["same without slices"] = [
         torch.equal(one, other) for one, other in zip(crosswise, _reduced([_crosswise(inputs[0])], size))
     ]
-    facts["threads without slices"] = c10d._Waiter._made - threads
+    facts["threads without slices"] = Waiter._made - threads
     dist.all_reduce(torch.zeros(1))
     dist.all_gather_single(torch.zeros(size), torch.zeros(1))
     dist.reduce_scatter_single(torch.zeros(1), torch.zeros(size))

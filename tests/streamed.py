@@ -28,7 +28,7 @@ class Late:
         for output in self._outputs:
             output.data.fill_(torch.nan)
         self._due = time.monotonic() + DELAY_S
-        self._work = collective.start(c10d.current(collective.group), self._results, self._results)
+        self._work = collective.begin(c10d.current(collective.group), self._results, self._results)
         self._written = False
 
     def is_completed(self) -> bool:

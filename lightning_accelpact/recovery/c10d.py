@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-T = TypeVar("T")
+from lightning_accelpact.recovery.waiter import INTERRUPTED, Waiter
 
 CHECKED_TORCH = ("2.13",)
 
@@ -168,6 +166,7 @@ _native_wait = dist.Work.wait
 _native_wait_tensor = _functional_collectives.wait_tensor
 _NO_TIMEOUT = timedelta(0)
 _SLICE = timedelta(milliseconds=25)
+_interrupted: Callable[[], bool] | None = None  # whether the links are down, where waits are interruptible
 
 
 def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
@@ -184,180 +183,39 @@ def make_waits_interruptible(interrupted: Callable[[], bool]) -> None:
     Args:
         interrupted: Whether the links are down.
     """
+    global _interrupted
+    _interrupted = interrupted
+    dist.Work.wait = _wait
+    _functional_collectives.wait_tensor = _wait_tensor
 
-    def wait(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        if timeout != _NO_TIMEOUT:
-            return _native_wait(work, timeout)
-        if work._get_op_type() in _INDIVISIBLE and not work.is_completed():
-            return _Waiter.result(lambda: _native_wait(work), interrupted)
-        while True:
-            try:
-                return _native_wait(work, _SLICE)
-            except RuntimeError:
-                if work.is_completed():
-                    return _native_wait(work)
-                if interrupted():
-                    raise dist.DistBackendError(_INTERRUPTED) from None
 
-    def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-            return _native_wait_tensor(tensor)
-        return _Waiter.result(lambda: _native_wait_tensor(tensor), interrupted)
+def _wait(work: dist.Work, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    if timeout != _NO_TIMEOUT:
+        return _native_wait(work, timeout)
+    if work._get_op_type() in _INDIVISIBLE and not work.is_completed():
+        return Waiter.result(lambda: _native_wait(work), _interrupted)
+    return _wait_in_slices(work)
 
-    dist.Work.wait = wait
-    _functional_collectives.wait_tensor = wait_tensor
-    _methods["reduce_scatter_single"] = _DivisibleReduceScatter.start
-    _functions["all_reduce"] = _divisible_all_reduce
+
+def _wait_in_slices(work: dist.Work) -> bool:
+    while True:
+        try:
+            return _native_wait(work, _SLICE)
+        except RuntimeError:
+            if work.is_completed():
+                return _native_wait(work)
+            if _interrupted():
+                raise dist.DistBackendError(INTERRUPTED) from None
+
+
+def _wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return _native_wait_tensor(tensor)
+    return Waiter.result(lambda: _native_wait_tensor(tensor), _interrupted)
 
 
 _OpType = torch._C._distributed_c10d.OpType
 _INDIVISIBLE = {int(kind) for kind in (_OpType.SEND, _OpType.RECV, _OpType.RECVANYSOURCE, _OpType.UNKNOWN)}
-_INTERRUPTED = "the collective was interrupted: its links are down"
-
-
-class _Waiter:
-    """A thread that waits in the place of others, one wait at a time; it outlives a wait that is given up.
-
-    Not an executor of the standard library: that would join its threads when the interpreter exits.
-    """
-
-    _idle: ClassVar[list[_Waiter]] = []
-    _made: ClassVar[int] = 0
-
-    def __init__(self) -> None:
-        self._waits: SimpleQueue[_Wait] = SimpleQueue()
-        threading.Thread(target=self._run, name="accelpact-wait", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            wait = self._waits.get()
-            wait.run()
-            self._idle.append(self)
-            wait.ended.set()
-
-    @classmethod
-    def busy(cls) -> int:
-        """How many are waiting: asked by a thread that is not, those whose wait has been given up and is not over yet."""
-        return cls._made - len(cls._idle)
-
-    @classmethod
-    def result(cls, function: Callable[[], T], interrupted: Callable[[], bool]) -> T:
-        """What ``function`` returns, called in another thread; raises its error if it fails, or if interrupted."""
-        try:
-            waiter = cls._idle.pop()
-        except IndexError:
-            cls._made += 1
-            waiter = cls()
-        wait = _Wait(function)
-        waiter._waits.put(wait)
-        while not wait.ended.wait(_SLICE.total_seconds()):
-            if interrupted():
-                raise dist.DistBackendError(_INTERRUPTED)
-        if wait.error is not None:
-            raise wait.error
-        return wait.value
-
-
-waits_under_way = _Waiter.busy
-
-
-class _Wait:
-    """One wait, done under the gradient and inference mode of the thread that asks for it."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        grad, inference = self._modes
-        try:
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                self.value = self._function()
-        except BaseException as error:  # raised in the thread that waits for it
-            self.error = error
-
-
-class _DivisibleReduceScatter:
-    """What Gloo's reduce-scatter does, an all-reduce of a copy of which each member keeps its part, with a divisible wait."""
-
-    def __init__(self, group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor, opts: Any) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout, options.asyncOp = opts.reduceOp, opts.timeout, opts.asyncOp
-        self._output = output
-        self._whole = own.detach().clone()
-        self._part = self._whole.view(group.size(), -1)[group.rank()]
-        self._reduction = _native_methods["allreduce"](group, [self._whole], options)
-
-    @classmethod
-    def start(cls, group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor, opts: Any) -> Any:
-        """Begin one; in torch's own way where a caller wants its work, or it is not known to be the same."""
-        fits = output.dim() > 0 and own.shape == (output.shape[0] * group.size(), *output.shape[1:])
-        alike = output.dtype == own.dtype and own.device.type == "cpu" and own.is_contiguous()
-        if opts.asyncOp or not (fits and alike):
-            return _native_methods["reduce_scatter_single"](group, output, own, opts)
-        return cls(group, output, own, opts)
-
-    def wait(self) -> None:
-        self._reduction.wait()
-        self._output.copy_(self._part.view(self._output.shape))
-
-
-def _divisible_all_reduce(self: torch.Tensor, reduceOp: str, group: dist.ProcessGroup, **options: Any) -> torch.Tensor:
-    """A functional all-reduce, waited for."""
-    kind = getattr(dist.ReduceOp, reduceOp.upper(), None)
-    if kind is None or self.device.type != "cpu" or self.is_complex() or (self.requires_grad and torch.is_grad_enabled()):
-        return _native_functions["all_reduce"](self, reduceOp, group, **options)
-    result = self.clone(memory_format=torch.contiguous_format)
-    opts = dist.AllreduceOptions()
-    opts.reduceOp = kind
-    _native_methods["allreduce"](current(group), [result], opts).wait()  # torch's own finds it by name as well
-    return result
-
-
-@dataclass(slots=True, eq=False)
-class Collective:
-    """A collective of all members of a group, in a form that can be run again.
-
-    Each member's result depends on the input of every member: nobody finishes before all have begun.
-
-    Args:
-        group: The group that it was called on.
-        outputs: Tensors that it writes.
-        inputs: Tensors that it reads; the same list as ``outputs`` if it works in place.
-        call: Runs it to its end, given a group, outputs and inputs; returns what the caller gets.
-        start: Likewise, but returns the work as soon as it is under way; ``None`` if the caller gets no work.
-        waited: Whether the caller waits for its end.
-        bulky: Whether its inputs are larger than the outputs that it is given.
-    """
-
-    group: dist.ProcessGroup
-    outputs: list[torch.Tensor]
-    inputs: list[torch.Tensor]
-    call: Callable[[dist.ProcessGroup, list[torch.Tensor], list[torch.Tensor]], Any]
-    start: Callable[[dist.ProcessGroup, list[torch.Tensor], list[torch.Tensor]], dist.Work] | None = None
-    waited: bool = True
-    bulky: bool = False
-
-    @property
-    def in_place(self) -> bool:
-        """Whether it overwrites its inputs."""
-        return self.outputs is self.inputs
-
-    @property
-    def registered(self) -> bool:
-        """Whether torch knows a group of this name: this one, or the one that has taken its place."""
-        return self.group in _registered or self.group.group_name in distributed_c10d._world.pg_names.values()
-
-    def run(self) -> Any:
-        """Run it on the group that bears the name now."""
-        return (self.call if self.waited else self.start)(current(self.group), self.outputs, self.inputs)
-
-    def plain(self) -> Any:
-        """Run it as it was called."""
-        return (self.call if self.waited else self.start)(self.group, self.outputs, self.inputs)
 
 
 class Finished(dist.Work):
@@ -371,13 +229,199 @@ class Finished(dist.Work):
 
 
 FINISHED = Finished()
+Tensors = list[torch.Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Collective:
+    """A collective of all members of a group, in a form that can be run again.
+
+    Each member's result depends on the input of every member: nobody finishes before all have begun.
+
+    Args:
+        group: The group that it was called on.
+        outputs: Tensors that it writes.
+        inputs: Tensors that it reads; the same list as ``outputs`` if it works in place.
+        options: What else it was called with, in torch's own form.
+        waited: Whether the caller waits for its end; else for a work that it gets.
+    """
+
+    group: dist.ProcessGroup
+    outputs: Tensors
+    inputs: Tensors
+    options: Any
+    waited: bool
+
+    bulky: ClassVar[bool] = False  # whether its inputs are larger than the outputs that it is given
+
+    def begin(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
+        """Put it on its way, with this group and these tensors in the place of its own."""
+        raise NotImplementedError(f"{type(self).__name__} gives no work")
+
+    def finish(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> Any:
+        """Run it to its end, likewise; returns what a caller gets that waits for it."""
+        work = self.begin(group, outputs, inputs)
+        if _interrupted is None:
+            work.wait()
+        else:
+            _wait_in_slices(work)
+        return FINISHED
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it overwrites its inputs."""
+        return self.outputs is self.inputs
+
+    @property
+    def registered(self) -> bool:
+        """Whether torch knows a group of this name: this one, or the one that has taken its place."""
+        return self.group in _registered or self.group.group_name in distributed_c10d._world.pg_names.values()
+
+    def run(self) -> Any:
+        """Run it on the group that bears the name now."""
+        return self._on(current(self.group))
+
+    def plain(self) -> Any:
+        """Run it as it was called."""
+        return self._on(self.group)
+
+    def _on(self, group: dist.ProcessGroup) -> Any:
+        return (self.finish if self.waited else self.begin)(group, self.outputs, self.inputs)
+
+
+class _AllReduce(Collective):
+    __slots__ = ()
+
+    @classmethod
+    def called(cls, group: dist.ProcessGroup, tensors: Tensors, options: Any, waited: bool) -> Collective:
+        return cls(group, tensors, tensors, options, waited)
+
+    def begin(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
+        return _native_methods["allreduce"](group, outputs, self.options)
+
+
+class _AllGatherSingle(Collective):
+    __slots__ = ()
+
+    @classmethod
+    def called(
+        cls, group: dist.ProcessGroup, output: torch.Tensor, own: torch.Tensor, options: Any, waited: bool
+    ) -> Collective:
+        return cls(group, [output], [own], options, waited)
+
+    def begin(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
+        return _native_methods["all_gather_single"](group, outputs[0], inputs[0], self.options)
+
+
+class _ReduceScatterSingle(_AllGatherSingle):
+    __slots__ = ()
+    bulky: ClassVar[bool] = True
+
+    def begin(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
+        return _native_methods["reduce_scatter_single"](group, outputs[0], inputs[0], self.options)
+
+    def finish(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> Any:
+        (output,), (own,) = outputs, inputs
+        size = group.size()
+        fits = output.dim() > 0 and own.shape == (output.shape[0] * size, *output.shape[1:])
+        alike = output.dtype == own.dtype and own.device.type == "cpu" and own.is_contiguous()
+        if _interrupted is None or not (fits and alike):
+            _native_methods["reduce_scatter_single"](group, output, own, self.options).wait()
+            return FINISHED
+        # What Gloo does: an all-reduce of a copy, of which each member keeps its part
+        whole = own.detach().clone()
+        _all_reduce(group, whole, self.options.reduceOp, self.options.timeout)
+        output.copy_(whole.view(size, -1)[group.rank()].view(output.shape))
+        return FINISHED
+
+
+def _all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor, op: Any, timeout: timedelta | None = None) -> None:
+    """All-reduce in place, waited for in slices."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    if timeout is not None:
+        options.timeout = timeout
+    _wait_in_slices(_native_methods["allreduce"](group, [tensor], options))
+
+
+class _AllGather(Collective):
+    __slots__ = ()
+
+    @classmethod
+    def called(
+        cls, group: dist.ProcessGroup, lists: list[Tensors], inputs: Tensors, options: Any, waited: bool
+    ) -> Collective:
+        return cls(group, lists[0], inputs, options, waited)
+
+    def begin(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
+        return _native_methods["allgather"](group, [outputs], inputs, self.options)
+
+
+class _Barrier(Collective):
+    __slots__ = ()
+
+    @classmethod
+    def called(cls, group: dist.ProcessGroup, options: Any, waited: bool) -> Collective:
+        return cls(group, [], [], options, waited)
+
+    def begin(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
+        return _native_methods["barrier"](group, self.options)
+
+
+class _Functional(Collective):
+    """One that gives its result back, and no work."""
+
+    __slots__ = ()
+    bulky: ClassVar[bool] = True  # it writes to nothing that it is given
+    name: ClassVar[str]
+
+    def finish(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> torch.Tensor:
+        result = _native_functions[self.name](inputs[0], group=group, **self.options)
+        return result.wait() if isinstance(result, _functional_collectives.AsyncCollectiveTensor) else result
+
+
+class _FunctionalAllGather(_Functional):
+    __slots__ = ()
+    name = "all_gather_single"
+
+
+class _FunctionalReduceScatter(_Functional):
+    __slots__ = ()
+    name = "reduce_scatter_single"
+
+
+class _FunctionalAllReduce(_Functional):
+    __slots__ = ()
+    name = "all_reduce"
+
+    def finish(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> torch.Tensor:
+        (own,) = inputs
+        op = getattr(dist.ReduceOp, self.options["reduceOp"].upper(), None)
+        differentiated = own.requires_grad and torch.is_grad_enabled()
+        if _interrupted is None or op is None or own.device.type != "cpu" or own.is_complex() or differentiated:
+            return super().finish(group, outputs, inputs)
+        result = own.clone(memory_format=torch.contiguous_format)
+        _all_reduce(current(group), result, op)  # torch's own finds it by name as well
+        return result
+
+
+_METHODS = {
+    "allreduce": _AllReduce,
+    "all_gather_single": _AllGatherSingle,
+    "reduce_scatter_single": _ReduceScatterSingle,
+    "allgather": _AllGather,
+    "barrier": _Barrier,
+}
+_FUNCTIONS = {kind.name: kind for kind in (_FunctionalAllReduce, _FunctionalAllGather, _FunctionalReduceScatter)}
+_native_methods = {name: getattr(dist.ProcessGroup, name) for name in _METHODS}
+_native_functions = {name: getattr(_functional_collectives, name) for name in _FUNCTIONS}
 
 
 def replaceable() -> list[tuple[Any, str, Any]]:
     """(holder, name, what is there now) of all that waits for collectives and their interception put something else into."""
     places = [(dist.Work, "wait"), (_functional_collectives, "wait_tensor")]
     places += [(dist.ProcessGroup, name) for name in _METHODS]
-    places += [(_functional_collectives, name) for name in _native_functions]
+    places += [(_functional_collectives, name) for name in _FUNCTIONS]
     return [(holder, name, vars(holder)[name]) for holder, name in places]
 
 
@@ -392,65 +436,25 @@ def intercept_collectives(handle: Callable[[Collective], Any]) -> None:
     Args:
         handle: Takes a collective and returns what running it returned.
     """
-    for name, describe in _METHODS.items():
-        setattr(dist.ProcessGroup, name, _intercepted_method(name, describe, handle))
-    for name in _native_functions:
-        setattr(_functional_collectives, name, _intercepted_function(name, handle))
+    for name, kind in _METHODS.items():
+        setattr(dist.ProcessGroup, name, _intercepted_method(_native_methods[name], kind.called, handle))
+    for name, kind in _FUNCTIONS.items():
+        setattr(_functional_collectives, name, _intercepted_function(_native_functions[name], kind, handle))
 
 
-Tensors = list[torch.Tensor]
-
-
-def _gathered(native: Callable[..., dist.Work], lists: list[Tensors], inputs: Tensors, opts: Any) -> tuple[Any, ...]:
-    return lists[0], inputs, lambda group, out, own: native(group, [out], own, opts)
-
-
-def _from_one_into_one(
-    native: Callable[..., dist.Work], output: torch.Tensor, own: torch.Tensor, opts: Any
-) -> tuple[Any, ...]:
-    return [output], [own], lambda group, out, own: native(group, out[0], own[0], opts)
-
-
-_BULKY = {"reduce_scatter_single"}
-
-# How the arguments of a method tell outputs, inputs, and the call with others in their place
-_METHODS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "allreduce": lambda native, tensors, opts: (tensors, tensors, lambda group, out, own: native(group, out, opts)),
-    "all_gather_single": _from_one_into_one,
-    "reduce_scatter_single": _from_one_into_one,
-    "allgather": _gathered,
-    "barrier": lambda native, opts: ([], [], lambda group, out, own: native(group, opts)),
-}  # fmt: skip
-_native_methods = {name: getattr(dist.ProcessGroup, name) for name in _METHODS}
-_native_functions = {
-    name: getattr(_functional_collectives, name)
-    for name in ("all_reduce", "all_gather_single", "reduce_scatter_single")
-}
-# What runs in their places
-_methods: dict[str, Callable[..., Any]] = dict(_native_methods)
-_functions: dict[str, Callable[..., torch.Tensor]] = dict(_native_functions)
-
-def _intercepted_method(name: str, describe: Callable[..., tuple[Any, ...]], handle: Any) -> Any:
-    native, run, bulky = _native_methods[name], _methods[name], name in _BULKY
-
+def _intercepted_method(native: Any, called: Callable[..., Collective], handle: Callable[[Collective], Any]) -> Any:
     @functools.wraps(native)
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> dist.Work:
-        given = (*args, *kwargs.values()) if kwargs else args
-        if not (given and hasattr(given[-1], "asyncOp") and kwargs.keys() <= {"opts"}):
+        given = (*args, kwargs["opts"]) if kwargs.keys() == {"opts"} else args
+        asynchronous = getattr(given[-1], "asyncOp", None) if given else None
+        if asynchronous is None:
             return native(group, *args, **kwargs)
-        outputs, inputs, start = describe(run, *given)
-
-        def call(group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
-            start(group, outputs, inputs).wait()
-            return FINISHED
-
-        return handle(Collective(group, outputs, inputs, call, start, not given[-1].asyncOp, bulky))
+        return handle(called(group, *given, not asynchronous))
 
     return method
 
 
-def _intercepted_function(name: str, handle: Any) -> Any:
-    native, run = _native_functions[name], _functions[name]
+def _intercepted_function(native: Any, kind: type[_Functional], handle: Callable[[Collective], Any]) -> Any:
     signature = inspect.signature(native)
 
     @functools.wraps(native)
@@ -459,13 +463,8 @@ def _intercepted_function(name: str, handle: Any) -> Any:
             return native(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         tensor, group = given.pop("self"), _functional_collectives._resolve_group(given.pop("group"))
-
-        def call(group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> torch.Tensor:
-            result = run(inputs[0], group=group, **given)
-            return result.wait() if isinstance(result, _functional_collectives.AsyncCollectiveTensor) else result
-
         known = current_by_name(group) if isinstance(group, str) else group
-        return handle(Collective(known, [], [tensor], call, bulky=True))
+        return handle(kind(known, [], [tensor], given, True))
 
     return function
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_accelpact.recovery import c10d, sockets, uncaught
 from lightning_accelpact.recovery.c10d import GroupSpec
 from lightning_accelpact.recovery.endpoint import LOOK_AGAIN_S
+from lightning_accelpact.recovery.waiter import Waiter
 
 log = logging.getLogger("accelpact")
 
@@ -235,7 +236,7 @@ class NcclLinks:
         self.check()
 
     def begin(self, collective: c10d.Collective) -> Started:
-        work = collective.start(c10d.current(collective.group), collective.outputs, collective.inputs)
+        work = collective.begin(c10d.current(collective.group), collective.outputs, collective.inputs)
         work.wait()  # the stream does, not the host
         return work
 
@@ -427,7 +428,7 @@ def await_endings(patience: float) -> None:
         patience: Seconds after which it returns in any case.
     """
     until = time.monotonic() + patience
-    while (_disposals or c10d.waits_under_way()) and time.monotonic() < until:
+    while (_disposals or Waiter.busy()) and time.monotonic() < until:
         time.sleep(LOOK_AGAIN_S)
 
 

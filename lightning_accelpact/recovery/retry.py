@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Protocol
 
-import torch
-
 from lightning_accelpact.recovery.action import GroupReport
 from lightning_accelpact.recovery.c10d import Collective, current_by_name
 from lightning_accelpact.recovery.contents import overwrite
-
-_ALIGNMENT = 64
+from lightning_accelpact.recovery.kept import Kept, Shelf, Watched
 
 
 class Repairs(Protocol):
@@ -54,89 +51,11 @@ class Repairs(Protocol):
         """Repair; raises what unwinds the pass if it cannot go on."""
 
 
-class Kept:
-    """A collective with inputs that will not change.
-
-    Args:
-        collective: What was called.
-        inputs: Copies of its inputs, or the inputs themselves.
-        copied: Whether they are copies, to which nobody else can write as long as they are needed.
-    """
-
-    __slots__ = ("_call", "_copied", "_in_place", "_outputs", "_versions", "inputs")
-
-    def __init__(self, collective: Collective, inputs: list[torch.Tensor], *, copied: bool = True) -> None:
-        self._in_place = collective.in_place
-        self._call = collective.call
-        self._outputs = [] if self._in_place else _shapes(collective.outputs)
-        self._copied = copied
-        self._versions: list[int] = []
-        self.inputs = inputs
-
-    def seal(self) -> None:
-        """The collective has run: from here on nobody may write to the inputs. (It counts as a write itself.)"""
-        if not self._copied:
-            self._versions = [tensor._version for tensor in self.inputs]
-
-    @property
-    def sound(self) -> bool:
-        """Whether nobody has written to the inputs since it ran last."""
-        return self._copied or self._versions == [tensor._version for tensor in self.inputs]
-
-    def serve(self, group: Any) -> None:
-        """Run it once more for those that have not finished it; the result goes nowhere."""
-        inputs = [tensor.clone() for tensor in self.inputs] if self._in_place else self.inputs
-        outputs = [torch.empty(size, dtype=dtype, device=device) for size, dtype, device in self._outputs]
-        self._call(group, inputs if self._in_place else outputs, inputs)
-        self.seal()
-
-
-def _shapes(tensors: list[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
-    """What it takes to make tensors like these."""
-    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-
-
-class _Shelf:
-    """Memory for the copies of one group, used again and again."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._parts: dict[int, tuple[list[Any], list[torch.Tensor]]] = {}
-
-    def copy(self, tensors: list[torch.Tensor], place: int) -> list[torch.Tensor]:
-        """Copies of ``tensors``, valid until the next ones for the same place."""
-        wanted = _shapes(tensors)
-        shapes, parts = self._parts.get(place, (None, []))
-        if shapes != wanted:
-            parts = self._divide(tensors, place)
-            self._parts[place] = (wanted, parts)
-        for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(tensor.detach() if tensor.requires_grad else tensor)
-        return parts
-
-    def _divide(self, tensors: list[torch.Tensor], place: int) -> list[torch.Tensor]:
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-        with torch.inference_mode(False):  # else the copies could not be written to outside of that mode
-            buffer = self._buffer(sum(sizes), tensors[0].device, place)
-            parts = zip(tensors, buffer.split([*sizes, buffer.numel() - sum(sizes)]), strict=False)
-            return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for tensor, part in parts]
-
-    def _buffer(self, size: int, device: torch.device, place: int) -> torch.Tensor:
-        buffer = self._buffers.get(place)
-        if buffer is None or buffer.numel() < size or buffer.device != device:
-            buffer = self._buffers[place] = torch.empty(size, dtype=torch.uint8, device=device)
-        return buffer
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
 @dataclass
 class Member:
     """This rank in one group: how many collectives it has finished, and the last ones that it could run again."""
 
-    shelf: _Shelf
+    shelf: Shelf
     finished: int = 0
     kept: list[Kept] = field(default_factory=list)
 
@@ -148,6 +67,8 @@ class Member:
 
 class Flight:
     """A collective that this rank has begun."""
+
+    __slots__ = ("collective", "finished", "kept", "member", "result")
 
     def __init__(self, collective: Collective, kept: Kept, member: Member) -> None:
         self.collective = collective
@@ -208,12 +129,11 @@ class Retry:
         try:
             self._repairs.drill()
             self._fly(flight)
+            return
         except RuntimeError as error:
             if not self._repairs.recovers(error):
                 raise
             failure = error
-        else:
-            return
         self._repairs.recover_in_place(failure)  # may have finished the flight, with those that had been faster
         if not flight.finished:
             flight.restore()
@@ -232,15 +152,17 @@ class Retry:
 
     def _member(self, collective: Collective) -> Member:
         group = collective.group.group_name
-        if group not in self._members:
-            self._members[group] = Member(_Shelf())
-        return self._members[group]
+        member = self._members.get(group)
+        if member is None:
+            member = self._members[group] = Member(Shelf())
+        return member
 
     def _keep(self, collective: Collective, member: Member) -> Kept:
         inputs = collective.inputs
-        if not inputs or (collective.bulky and not any(tensor.is_inference() for tensor in inputs)):
-            # Who writes to them is found out, but for a tensor of inference mode, which does not count its versions
-            return Kept(collective, [tensor.detach() for tensor in inputs], copied=False)
+        if not inputs:
+            return Kept(collective, inputs)
+        if collective.bulky and not any(tensor.is_inference() for tensor in inputs):
+            return Watched(collective, [tensor.detach() for tensor in inputs])
         return Kept(collective, member.shelf.copy(inputs, member.finished % 2))
 
     # -- called in a repair

@@ -56,11 +56,11 @@ class Collective:
         self.calls: list[list[torch.Tensor]] = []
 
     def run(self) -> str:
-        return self.call(self.group, self.outputs, self.inputs)
+        return self.finish(self.group, self.outputs, self.inputs)
 
     plain = run
 
-    def call(self, group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
+    def finish(self, group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
         self.calls.append([tensor.clone() for tensor in inputs])
         for tensor in outputs:
             tensor[:1] = -1
@@ -192,7 +192,7 @@ def test_without_inputs(retry: Retry) -> None:
 
 def test_other_errors_are_the_callers(retry: Retry) -> None:
     class Wrong(Collective):
-        def call(self, *_: Any) -> str:
+        def finish(self, *_: Any) -> str:
             raise ValueError("sizes differ")
 
     with pytest.raises(ValueError, match="sizes differ"):

@@ -98,13 +98,13 @@ class Collective:
         self.in_place, self.waited, self.registered, self.bulky = in_place, waited, True, False
         self.runs = 0
 
-    def call(self, group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
+    def finish(self, group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
         self.runs += 1
         outputs[0].data.copy_(inputs[0] * 2)
         return "done"
 
     def run(self) -> str:
-        return self.call(self.group, self.outputs, self.inputs)
+        return self.finish(self.group, self.outputs, self.inputs)
 
     plain = run
 
@@ -195,7 +195,7 @@ def test_who_has_finished_serves_and_who_has_not_catches_up(rank: Rank) -> None:
     collectives = [flight.collective for flight in rank.retry._waiting]
     rank.retry.report()
     kept = rank.retry._members["a"].kept[0]
-    kept._call = lambda group, outputs, inputs: served.append(inputs[0][0].item())
+    kept._collective.finish = lambda group, outputs, inputs: served.append(inputs[0][0].item())
     rank.retry.serve({"a": range(1, 3)})
     assert served == [1.0]  # of the first one, from what it was given; its result stays
     assert [tensor[0].item() for tensor in tensors[:2]] == [2, 4]
@@ -277,7 +277,7 @@ def test_a_collective_that_nobody_has_told_of(rank: Rank) -> None:
 
 def test_what_a_pass_consumes_and_cannot_get_ends_it(rank: Rank) -> None:
     collective = Collective(torch.ones(2), in_place=False)
-    collective.call = lambda *_: (_ for _ in ()).throw(CommunicatorLost("broken"))  # type: ignore[method-assign]
+    collective.finish = lambda *_: (_ for _ in ()).throw(CommunicatorLost("broken"))  # type: ignore[method-assign]
     wholes: list[bool] = []
     rank.repairs.during = lambda: wholes.append(rank.retry.whole)
     with pytest.raises(CommunicatorLost, match="broken"):  # the real machine raises UpdateAborted before

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_accelpact.recovery.c10d import _Waiter
+from lightning_accelpact.recovery.waiter import Waiter
 from lightning_accelpact.recovery.session import close as close_session
 from tests.upstream.substitutes import FabricSubstitute
 
@@ -21,7 +21,7 @@ _RANK = os.environ.get("LOCAL_RANK", "0")  # before a test runs it is set in the
 
 def pytest_configure() -> None:
     """Have the threads that wait for collectives before a test: they are kept, and a test must not leave any behind."""
-    _Waiter.result(lambda: _Waiter.result(lambda: None, bool), bool)  # two of them; bool() is False: never interrupted
+    Waiter.result(lambda: Waiter.result(lambda: None, bool), bool)  # two of them; bool() is False: never interrupted
 
 
 @pytest.hookimpl(wrapper=True)
