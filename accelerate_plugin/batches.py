@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from lightning_accelpact.recovery.contents import Contents, Versions
+from lightning_accelpact.recovery.contents import Contents, Marks
 from lightning_accelpact.recovery.window import WEIGHTS_WRITTEN, MicroBatch, Snapshot
 
 
@@ -95,15 +93,13 @@ class Batches:
 
     Args:
         snapshot: Captures generators and whatever else a micro-batch changes.
-        weights: Gives what nobody but the optimizer may write to.
+        weights: Marks what nobody but the optimizer may write to.
     """
 
-    def __init__(
-        self, snapshot: Callable[[], Snapshot], weights: Callable[[], Iterable[torch.Tensor]] = lambda: ()
-    ) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot], weights: Callable[[], Marks] = Marks) -> None:
         self._snapshot = snapshot
         self._weights = weights
-        self._versions = Versions()
+        self._marks = Marks()
         self._shelves: weakref.WeakKeyDictionary[Feed, _Shelf] = weakref.WeakKeyDictionary()
         self._kept = 0  # by all shelves, those of feeds that have ended included
         self._again = 0  # handed out again since the last micro-batch
@@ -144,7 +140,7 @@ class Batches:
     def begin(self) -> None:
         """A micro-batch begins with what has been handed out since the last one."""
         if self._kept == 0:
-            self._versions = Versions(self._weights())
+            self._marks = self._weights()
         for shelf in list(self._shelves.values()):
             self._complete = self._complete and len(shelf.fresh) < 2
             shelf.kept += shelf.fresh
@@ -179,4 +175,4 @@ class Batches:
             return "several batches were taken from a data loader before one accumulate()"
         if any(handout.micro_batch.contents.overwritten for handout in kept):
             return "the loop wrote to a tensor of a batch in place"
-        return WEIGHTS_WRITTEN if self._versions.moved else ""
+        return WEIGHTS_WRITTEN if self._marks.moved else ""

@@ -9,14 +9,13 @@ replays begin in the same iteration, and what the loop does in between it does o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
-
 from accelerate_plugin.batches import Batches, Feed
 from lightning_accelpact.recovery.action import Decision, Phase
+from lightning_accelpact.recovery.contents import Marks
 from lightning_accelpact.recovery.fault import FaultPoint
 from lightning_accelpact.recovery.machine import RepairMachine, UpdateAborted
 from lightning_accelpact.recovery.window import Participant, Snapshot
@@ -40,7 +39,7 @@ class Iterations:
         participants: Capture what an iteration changes besides gradients.
         drop_gradients: Clears every gradient.
         on_commit: Called when an update has been applied.
-        weights: Gives what nobody but the optimizer may write to.
+        weights: Marks what nobody but the optimizer may write to.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Iterations:
         *,
         drop_gradients: Callable[[], None],
         on_commit: Callable[[], None],
-        weights: Callable[[], Iterable[torch.Tensor]] = lambda: (),
+        weights: Callable[[], Marks] = Marks,
     ) -> None:
         self._machine = machine
         self._counters = counters

@@ -14,6 +14,7 @@ from accelerate_plugin.loop import Counters, Iterations
 from accelerate_plugin.plugin import AccelPactPlugin
 from lightning_accelpact.goodput import Ledger, TimeClass
 from lightning_accelpact.qualification.short import short_form
+from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import Fault
 from lightning_accelpact.recovery.replica import Divergence
@@ -135,6 +136,7 @@ class AccelPact(UserRun):
         self._optimizers.clear()
         self._owners.clear()
         self._protected._modules.clear()
+        self._marked = fsdp2.Weights(self._protected)
 
     # -- updates
 

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_accelpact.participants import Attributes, LoggedValues, Metrics, Options, modules_with_attributes
-from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
+from lightning_accelpact.recovery.contents import Marks
 from lightning_accelpact.recovery.fault import FaultPoint
 from lightning_accelpact.recovery.machine import RepairMachine
 from lightning_accelpact.recovery.update import UpdateRunner, until_it_has_run
@@ -43,6 +43,7 @@ class ResilientOptimization(_AutomaticOptimization):
         machine: Guards and repairs.
         drop_gradients: Clears every gradient, also those the wrapper accumulates.
         after_update: Called outside of the window after every micro-batch, the last one of an update among them.
+        weights: Marks what nobody but the optimizer may write to.
     """
 
     def __init__(
@@ -51,15 +52,14 @@ class ResilientOptimization(_AutomaticOptimization):
         machine: RepairMachine,
         drop_gradients: Callable[[], None],
         after_update: Callable[[], None] = lambda: None,
+        weights: Callable[[], Marks] = Marks,
     ) -> None:
         super().__init__(trainer)
         self._after_update = after_update
         self._machine = machine
         self._drop_gradients = drop_gradients
         results = trainer.fit_loop.epoch_loop._results
-        self.window = Window(
-            [_Progress(self), *_participants(trainer, lambda: results)], fsdp2.Weights(trainer.lightning_module)
-        )
+        self.window = Window([_Progress(self), *_participants(trainer, lambda: results)], weights)
         self._running = False
         self._spent = 0.0  # seconds that the current update's finished attempts at micro-batches took
         self._attempt_began: float | None = None
@@ -71,11 +71,12 @@ class ResilientOptimization(_AutomaticOptimization):
         machine: RepairMachine,
         drop_gradients: Callable[[], None],
         after_update: Callable[[], None] = lambda: None,
+        weights: Callable[[], Marks] = Marks,
     ) -> ResilientOptimization:
         """Put it in the place of the trainer's automatic optimization, with the progress that a checkpoint restores."""
         epoch_loop = trainer.fit_loop.epoch_loop
         replaced = epoch_loop.automatic_optimization
-        loop = cls(trainer, machine, drop_gradients, after_update)
+        loop = cls(trainer, machine, drop_gradients, after_update, weights)
         loop.optim_progress = replaced.optim_progress
         loop._skip_backward = replaced._skip_backward
         epoch_loop.automatic_optimization = loop
@@ -298,11 +299,11 @@ class _ManualProgress:
         self._progress.load_state_dict(state)
 
 
-def manual_window(trainer: pl.Trainer) -> Window:
+def manual_window(trainer: pl.Trainer, weights: Callable[[], Marks]) -> Window:
     """What an update of manual optimization changes besides gradients."""
     results = trainer.fit_loop.epoch_loop._results
     participants = [_ManualProgress(trainer), *_participants(trainer, lambda: results)]
-    return Window(participants, fsdp2.Weights(trainer.lightning_module))
+    return Window(participants, weights)
 
 
 def require_manual_choice(module: pl.LightningModule, choice: str) -> None:

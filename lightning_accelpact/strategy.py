@@ -145,14 +145,15 @@ class ResilientTraining(ResilientHSDP):
         self._position = Position(trainer)
         self._update = None
         self.runtime.optimizers = lambda: self.optimizers
+        weights = self.runtime.subject.wrapper.Weights(self.model)
         if self.lightning_module.automatic_optimization:
             resilient = loop.ResilientOptimization.install(
-                trainer, self.machine, self._drop_gradients, self.runtime.replicas.check
+                trainer, self.machine, self._drop_gradients, self.runtime.replicas.check, weights
             )
             window = resilient.window
         else:
             loop.require_manual_choice(self.lightning_module, self._manual)
-            window = loop.manual_window(trainer)
+            window = loop.manual_window(trainer, weights)
             if self._manual == "update":
                 self._update = self.runtime.update_runner(window, self._drop_gradients)
         loop.guard_steps(self.precision_plugin, self._update or self.machine)

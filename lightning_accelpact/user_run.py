@@ -23,6 +23,7 @@ from lightning_accelpact.goodput.metric import GoodputMetric
 from lightning_accelpact.metric_sync import MetricSync
 from lightning_accelpact.participants import Attributes, Metrics, Options, modules_with_attributes, owner_of
 from lightning_accelpact.recovery import ending, fsdp2
+from lightning_accelpact.recovery.contents import Marks
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.runtime import HsdpRuntime
 from lightning_accelpact.recovery.window import Buffers, Modes, Participant, Window
@@ -50,6 +51,7 @@ class UserRun:
         self._account = GoodputAccount(self.ledger, GoodputOptions() if isinstance(goodput, bool) else goodput)
         self._reports = bool(goodput)
         self._protected = torch.nn.ModuleList()
+        self._marked = fsdp2.Weights(self._protected)
         self._owners: list[Any] = []
         self._training = False
         self._open = False
@@ -77,9 +79,9 @@ class UserRun:
         options = Options(lambda: self.runtime.optimizers())
         return [Metrics(root), Attributes(self._owners), options, Buffers(root), Modes(root)]
 
-    def _weights(self) -> Iterator[torch.Tensor]:
-        """What the optimizers alone may write to, in all that is protected by then."""
-        return fsdp2.Weights(self._protected)()
+    def _weights(self) -> Marks:
+        """Marks on what the optimizers alone may write to, in all that is protected by then."""
+        return self._marked()
 
     # -- what others read
 
@@ -117,6 +119,7 @@ class UserRun:
                 self._owners.append(owner_of(one))
                 continue
             self._protected.append(one)
+            self._marked = fsdp2.Weights(self._protected)
             self._owners += modules_with_attributes(one)
             for metric in (part for part in one.modules() if isinstance(part, Metric)):
                 metric.dist_sync_fn = metric.dist_sync_fn or MetricSync(self.runtime.operations)

@@ -128,6 +128,7 @@ def fsdp1_facts() -> dict[str, Any]:
         "state_dict": _aborted_state_dict(mesh),
         "orphans": [len(fsdp1.orphans(reference)), len(fsdp1.orphans(reference.module)), len(fsdp1.orphans(Net()))],
         "unsupported": {name: fsdp1.unsupported(sharded(mesh, **options)) for name, options in UNSUPPORTED.items()},
+        "written": {variant: _written(mesh, variant) for variant in VARIANTS},
         "sync": _sync(mesh),
         "places": {layers: _places(sharded(mesh, layers), mesh) for layers in (1, 3)},
         "places_of_a_bare_root": _places(sharded(mesh, 2, bare=True), mesh),
@@ -220,6 +221,16 @@ def _aborted_state_dict(mesh: DeviceMesh) -> dict[str, int]:
         accumulate(net)
         facts["exact"] += equal(gradients(net), expected)
     return facts
+
+
+def _written(mesh: DeviceMesh, variant: str) -> list[bool]:
+    """Whether a write to the weights is noticed: after the passes of an update, and after an optimizer's step."""
+    net = sharded(mesh, variant=variant)
+    marks = fsdp1.Weights(net)()
+    accumulate(net)
+    found = [marks.moved]
+    torch.optim.AdamW(net.parameters(), lr=0.1, foreach=True).step()
+    return [*found, marks.moved]
 
 
 def _sync(mesh: DeviceMesh) -> list[bool]:

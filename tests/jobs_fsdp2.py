@@ -113,6 +113,7 @@ def fsdp_facts() -> dict[str, Any]:
         "before_first_forward": _reset_before_the_first_forward(mesh, expected),
         "after_abort": {way: _reset_after_an_abort(mesh, expected, way) for way in ("forward", "backward")},
         "drop": {drop: _redone(mesh, expected, drop=drop) for drop in (True, False)},
+        "writes": _noticed_writes(mesh),
         "sync": _sync(mesh),
         "places": {layers: _places(sharded(mesh, layers)) for layers in (1, 3)},
         "places_of_a_bare_root": _places(sharded(mesh, 2, bare=True)),
@@ -162,6 +163,31 @@ def _sync(mesh: DeviceMesh) -> list[bool]:
         fsdp2.set_gradient_sync(net, enabled)
         reduces.append(fsdp2.reduces_gradients(net))
     return reduces
+
+
+WRITES: dict[str, Callable[[list[nn.Parameter]], object]] = {
+    "of one": lambda parameters: [parameter.mul_(0.5) for parameter in parameters],
+    "of a list": lambda parameters: torch._foreach_mul_(parameters, 0.5),
+    "to the shard": lambda parameters: [parameter.to_local().mul_(0.5) for parameter in parameters],
+    "to the data": lambda parameters: [parameter.data.mul_(0.5) for parameter in parameters],
+    "of a list optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True).step(),
+    "of a fused optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True).step(),
+}
+
+
+def _noticed_writes(mesh: DeviceMesh) -> dict[str, bool]:
+    """Whether a write to the weights is noticed, and that nothing is where nobody writes."""
+    net = sharded(mesh)
+    weights, noticed = fsdp2.Weights(net), {}
+    for name, write in WRITES.items():
+        marks = weights()
+        accumulate(net, [0, 1])
+        noticed[f"before {name}"] = marks.moved
+        with torch.no_grad():
+            write(list(net.parameters()))
+        noticed[name] = marks.moved
+        net.zero_grad()
+    return noticed
 
 
 def _places(net: Net) -> dict[str, Any]:

@@ -71,6 +71,15 @@ class Follower(Regressor):
         return super().training_step(batch, batch_idx)
 
 
+class FollowerOfAll(Follower):
+    """The same with a list operation, which torch does not count as a write to a DTensor."""
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.blocks[0].parameters()), list(self.blocks[1].parameters()), 0.1)
+        return Regressor.training_step(self, batch, batch_idx)
+
+
 def fit(module: type[Regressor], faults: list[str], uncommitted: str) -> dict[str, Any]:
     """Train a few updates; says where the model ended and how it was repaired."""
     pl.seed_everything(11, workers=True, verbose=False)

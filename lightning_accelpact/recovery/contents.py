@@ -63,20 +63,47 @@ class Contents:
                 part[...] = content
 
 
-class Versions:
-    """How often each of some tensors had been written to at one moment.
+_SAMPLED = 4  # values of a tensor, from its beginning to its end
+
+
+class Marks:
+    """How some tensors were at one moment, so that a later write to them is noticed.
 
     Args:
-        tensors: They; none made in inference mode.
+        tensors: Of these it is noted how often each has been written to; none made in inference mode.
+        samples: Of these the values, since not every write is counted: torch does not count those of its list operations
+            (``_foreach_...``) to DTensors, nor those through ``.data``. Flat tensors, sorted by device and type.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor] = (), samples: Iterable[list[torch.Tensor]] = ()) -> None:
         self._versions = [(tensor, tensor._version) for tensor in tensors]
+        self._samples = list(samples)
+        self._values = self._look()
+
+    def _look(self) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [torch.cat(alike) for alike in self._samples]
 
     @property
     def moved(self) -> bool:
         """Whether one of them has been written to since."""
-        return any(tensor._version != version for tensor, version in self._versions)
+        counted = any(tensor._version != version for tensor, version in self._versions)
+        return counted or not all(map(_same_bits, self._look(), self._values))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def sampled(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """A few values of each tensor, as views of it, for :class:`Marks`; an empty tensor has none."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)  # a view, since shards are contiguous
+        step = max(1, (flat.numel() - 1) // (_SAMPLED - 1))
+        if flat.numel():
+            alike.setdefault((flat.device, flat.dtype), []).append(flat[::step][:_SAMPLED])
+    return list(alike.values())
 
 
 def overwrite(tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp._common_utils import FSDP_FLATTENED, TrainingState
 from torch.distributed.fsdp._flat_param import HandleTrainingState
 from torch.distributed.utils import _free_storage
 
+from lightning_accelpact.recovery.contents import Marks, sampled
 from lightning_accelpact.recovery.modules import walk
 
 CHECKED_TORCH = ("2.13",)
@@ -183,6 +185,25 @@ def reduces_gradients(root: torch.nn.Module) -> bool:
 def shards(root: torch.nn.Module) -> list[torch.Tensor]:
     """This rank's shards of all parameters."""
     return [handle.flat_param.detach() for handle in handles(root)]
+
+
+class Weights:
+    """Marks this rank's shards of all parameters: a few of their values, since FSDP1's own views are not counted as one.
+
+    Args:
+        root: The outermost unit.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+
+    def __call__(self) -> Marks:
+        return Marks(samples=self._samples)
+
+    @cached_property
+    def _samples(self) -> list[list[torch.Tensor]]:
+        flats = (handle.flat_param for handle in handles(self._root))
+        return sampled(getattr(flat, "_local_shard", flat) for flat in flats)  # there is none before the first forward
 
 
 # -- communicators

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from operator import is_not
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from lightning_accelpact.recovery.contents import Marks, sampled
 from lightning_accelpact.recovery.modules import walk
 
 CHECKED_TORCH = ("2.13",)
@@ -142,22 +144,24 @@ def shards(root: torch.nn.Module) -> list[torch.Tensor]:
 
 
 class Weights:
-    """Every sharded parameter of a wrapped model and this rank's part of it; whoever writes to one moves its version.
+    """Marks every sharded parameter of a wrapped model, and this rank's part of it.
 
     Those that are registered with the modules will not do: inside a pass they may be the unsharded ones.
 
     Args:
-        root: The model; FSDP's parameters in it are looked for once, when they are asked for first.
+        root: The model; FSDP's parameters in it are looked for once, when they are to be marked first.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = root
+        self._shards: list[torch.Tensor] = []
 
-    def __call__(self) -> Iterator[torch.Tensor]:
-        for param in self._params:
-            sharded = param.sharded_param
-            yield sharded
-            yield sharded._local_tensor
+    def __call__(self) -> Marks:
+        sharded = [param.sharded_param for param in self._params]
+        shards = [parameter._local_tensor for parameter in sharded]
+        if any(map(is_not, shards, self._shards)) or len(shards) != len(self._shards):  # FSDP puts others in place
+            self._shards, self._samples = shards, sampled(shards)
+        return Marks((*sharded, *shards), self._samples)
 
     @cached_property
     def _params(self) -> list[Any]:

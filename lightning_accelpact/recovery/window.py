@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from lightning_accelpact.recovery.contents import Contents, Versions, overwrite
+from lightning_accelpact.recovery.contents import Contents, Marks, overwrite
 from lightning_accelpact.recovery.modules import walk
 
 WEIGHTS_WRITTEN = "a training step or hook wrote to the model's weights, which inside an update only optimizers may do"
@@ -170,15 +170,13 @@ class Window:
 
     Args:
         participants: What to capture before a micro-batch and to set back when it runs again.
-        weights: Gives what nobody but the optimizer may write to; too much to be copied, so a change is an obstacle.
+        weights: Marks what nobody but the optimizer may write to; too much to be copied, so a change is an obstacle.
     """
 
-    def __init__(
-        self, participants: list[Participant], weights: Callable[[], Iterable[torch.Tensor]] = lambda: ()
-    ) -> None:
+    def __init__(self, participants: list[Participant], weights: Callable[[], Marks] = Marks) -> None:
         self._participants = participants
         self._weights = weights
-        self._versions = Versions()
+        self._marks = Marks()
         self._micro_batches: list[MicroBatch] = []
         self._rewound = False
         self.position = 0
@@ -188,7 +186,7 @@ class Window:
         self._micro_batches = []
         self._rewound = False
         self.position = 0
-        self._versions = Versions(self._weights())
+        self._marks = self._weights()
 
     def include(self, participant: Participant) -> None:
         """Capture this one, too, from the next micro-batch on."""
@@ -216,7 +214,7 @@ class Window:
         for index, micro_batch in enumerate(self._micro_batches):
             if micro_batch.contents.overwritten:
                 return f"the training step wrote to a tensor of its batch in place (micro-batch {index})"
-        if self._versions.moved:
+        if self._marks.moved:
             return WEIGHTS_WRITTEN
         return ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jobs_side_effects
 import pytest
 from cluster import run_ranks, values
-from jobs_side_effects import Averaged, Follower, OwnNoiseAndRate
+from jobs_side_effects import Averaged, Follower, FollowerOfAll, OwnNoiseAndRate
 
 from lightning_accelpact.recovery.policy import FAIL_STOP_EXIT_CODE
 from lightning_accelpact.recovery.window import WEIGHTS_WRITTEN
@@ -24,8 +24,9 @@ def test_what_is_the_users_own_is_set_back(module: type) -> None:
     assert digests(module, IN_BACKWARD, "redo") == digests(module, [], "redo")
 
 
-def test_weights_written_to_inside_an_update_stop_the_run_rather_than_twice() -> None:
-    for result in run_ranks(jobs_side_effects.fit, 2, Follower, IN_BACKWARD, "redo"):
+@pytest.mark.parametrize("module", [Follower, FollowerOfAll])
+def test_weights_written_to_inside_an_update_stop_the_run_rather_than_twice(module: type) -> None:
+    for result in run_ranks(jobs_side_effects.fit, 2, module, IN_BACKWARD, "redo"):
         assert result.exit_code == FAIL_STOP_EXIT_CODE, f"{result.output}\n{result.error}"
         assert WEIGHTS_WRITTEN in result.error.splitlines()[-1]
 

@@ -27,7 +27,7 @@ TOUCHED: dict[str, list[str]] = {
     "FlatParamHandle": [
         "flat_param", "process_group", "reshard", "_training_state", "_post_forward_index", *fsdp1._FLAGS,
     ],
-    "FlatParameter": ["_params", "_shared_params", "_tensors", "_post_backward_called", "_post_backward_hook_state"],
+    "FlatParameter": ["_params", "_shared_params", "_tensors", "_local_shard", "_post_backward_called", "_post_backward_hook_state"],
     "_ExecOrderData": ["process_group", "handles_post_forward_order", "current_order_index"],
     "_FreeEventQueue": ["_queue"],
 }  # fmt: skip
@@ -75,6 +75,12 @@ def test_what_is_imported_is_there() -> None:
     assert "IDLE" in HandleTrainingState.__members__
     assert callable(_free_storage)
     assert hasattr(FullyShardedDataParallel, "clip_grad_norm_")
+
+
+@pytest.mark.parametrize("variant", jobs_fsdp1.VARIANTS)
+def test_a_write_to_the_weights_is_noticed(variant: str, facts: dict[str, Any]) -> None:
+    """Not the passes of an update, but an optimizer's step."""
+    assert facts["written"][variant] == [False, True]
 
 
 @pytest.mark.parametrize("variant", jobs_fsdp1.VARIANTS)

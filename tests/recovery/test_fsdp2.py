@@ -99,6 +99,13 @@ def test_the_last_reduction_is_hooked_between_its_two_halves(bare: bool, facts: 
     assert found["events"] == each * (found["groups"] - 1) + ["reduce_scatter_single", "hook", "all_reduce"]
 
 
+@pytest.mark.parametrize("write", jobs_fsdp2.WRITES)
+def test_a_write_to_the_weights_is_noticed(write: str, facts: dict[str, Any]) -> None:
+    """Also one that torch does not count, of a list operation or through ``.data``."""
+    assert not facts["writes"][f"before {write}"]
+    assert facts["writes"][write]
+
+
 def test_a_method_is_wrapped_once_however_often_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     class Module(torch.nn.Module):
         def predict_step(self, batch: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_accelpact.recovery import window
+from lightning_accelpact.recovery.contents import Marks
 from lightning_accelpact.recovery.window import WEIGHTS_WRITTEN, Buffers, RngState, Window
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -338,7 +339,7 @@ def test_tensors_made_in_inference_mode_have_no_version_and_are_taken() -> None:
 
 def test_weights_that_somebody_writes_to_are_an_obstacle_until_the_next_update() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    frame = Window([], lambda: [weight])
+    frame = Window([], lambda: Marks([weight]))
     frame.open()
     frame.add({"batch": untouched_batch()})
     weight.grad = torch.ones(2)
