@@ -92,10 +92,10 @@ def test_soak() -> None:
     assert found["repairs"] >= found["faults"] - len(found["not_struck"]) - 5  # two may fall into one repair
     assert set(found["actions"]) <= {"preserve", "roll_forward", "retry", "redo"}
     assert found["schedule"] == [str(fault) for fault in soak.schedule(0, 20, 4)]
-    early, late = found["files"]
-    assert late <= early + 4
-    early, late = found["threads"]
-    assert late <= early + 8  # retired groups end in the background
+    # Some 15 repairs lie in between: one thing left open by each would be 15. A retired group ends in the background.
+    for resource in ("files", "threads"):
+        early, late = found[resource]
+        assert late <= early + 8
 
 
 @pytest.mark.skipif(bool(reason := why_not()), reason=reason or "never")
