@@ -54,6 +54,8 @@ def test_retention() -> None:
     found = retention_figures()
     assert found["kept_bytes"] > 0 < found["shard_bytes"]
     assert found["share_of_update"] == pytest.approx(found["added_wall_ms"] / found["plain_update_ms"], abs=1e-4)
+    assert 0 < found["keeping_ms"] < found["plain_update_ms"]  # the collectives themselves do not count
+    assert found["keeping_share"] == pytest.approx(found["keeping_ms"] / found["plain_update_ms"], abs=1e-4)
 
 
 def test_repair() -> None:
