@@ -42,13 +42,14 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def sharded(mesh: DeviceMesh, layers: int = 3, *, bare: bool = False) -> Net:
-    """The net, with the same weights everywhere, sharded block by block."""
+def sharded(mesh: DeviceMesh, layers: int = 3, *, bare: bool = False, ignoring: bool = False) -> Net:
+    """The net, with the same weights everywhere, sharded block by block; with a frozen layer that is left alone, or none."""
     torch.manual_seed(0)
     net = Net(layers, bare=bare)
+    net.ignored = nn.Linear(8, 8).requires_grad_(False) if ignoring else nn.Identity()
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+    return fully_shard(net, mesh=mesh, ignored_params=set(net.ignored.parameters()))
 
 
 def hsdp() -> DeviceMesh:
@@ -165,26 +166,35 @@ def _sync(mesh: DeviceMesh) -> list[bool]:
     return reduces
 
 
-WRITES: dict[str, Callable[[list[nn.Parameter]], object]] = {
-    "of one": lambda parameters: [parameter.mul_(0.5) for parameter in parameters],
-    "of a list": lambda parameters: torch._foreach_mul_(parameters, 0.5),
-    "to the shard": lambda parameters: [parameter.to_local().mul_(0.5) for parameter in parameters],
-    "to the data": lambda parameters: [parameter.data.mul_(0.5) for parameter in parameters],
-    "of a list optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True).step(),
-    "of a fused optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True).step(),
+def _halved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value * 0.5 for name, value in state.items()}
+
+
+_sharded = fsdp2.sharded_parameters
+WRITES: dict[str, Callable[[Net], object]] = {
+    "of one": lambda net: [parameter.mul_(0.5) for parameter in _sharded(net)],
+    "of a list": lambda net: torch._foreach_mul_(_sharded(net), 0.5),
+    "to the shard": lambda net: [parameter.to_local().mul_(0.5) for parameter in _sharded(net)],
+    "to the data": lambda net: [parameter.data.mul_(0.5) for parameter in _sharded(net)],
+    "of a list optimizer": lambda net: torch.optim.SGD(_sharded(net), lr=0.1, foreach=True).step(),
+    "of a fused optimizer": lambda net: torch.optim.AdamW(_sharded(net), lr=0.1, fused=True).step(),
+    "of a state": lambda net: net.blocks[1].load_state_dict(_halved(net.blocks[1].state_dict())),
+    "in another's place": lambda net: net.blocks[1].load_state_dict(_halved(net.blocks[1].state_dict()), assign=True),
+    "to one that FSDP ignores": lambda net: net.ignored.weight.mul_(0.5),
+    "to the data of one that FSDP ignores": lambda net: net.ignored.weight.data.mul_(0.5),
 }
 
 
 def _noticed_writes(mesh: DeviceMesh) -> dict[str, bool]:
     """Whether a write to the weights is noticed, and that nothing is where nobody writes."""
-    net = sharded(mesh)
+    net = sharded(mesh, ignoring=True)
     weights, noticed = fsdp2.Weights(net), {}
     for name, write in WRITES.items():
         marks = weights()
         accumulate(net, [0, 1])
         noticed[f"before {name}"] = marks.moved
         with torch.no_grad():
-            write(list(net.parameters()))
+            write(net)
         noticed[name] = marks.moved
         net.zero_grad()
     return noticed

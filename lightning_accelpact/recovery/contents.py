@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,17 @@ class Marks:
         tensors: Of these it is noted how often each has been written to; none made in inference mode.
         samples: Of these the values, since not every write is counted: torch does not count those of its list operations
             (``_foreach_...``) to DTensors, nor those through ``.data``. Flat tensors, sorted by device and type.
+        again: Gives what stands in the place of the first of ``tensors`` later: others, if somebody has replaced them.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor] = (), samples: Iterable[list[torch.Tensor]] = ()) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor] = (),
+        samples: Iterable[list[torch.Tensor]] = (),
+        again: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
         self._versions = [(tensor, tensor._version) for tensor in tensors]
+        self._again = again
         self._samples = list(samples)
         self._values = self._look()
 
@@ -86,9 +93,13 @@ class Marks:
 
     @property
     def moved(self) -> bool:
-        """Whether one of them has been written to since."""
+        """Whether one of them has been written to or replaced since."""
         counted = any(tensor._version != version for tensor, version in self._versions)
-        return counted or not all(map(_same_bits, self._look(), self._values))
+        return counted or self._replaced or not all(map(_same_bits, self._look(), self._values))
+
+    @property
+    def _replaced(self) -> bool:
+        return any(one is not known for one, (known, _) in zip(self._again(), self._versions, strict=False))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -144,28 +144,40 @@ def shards(root: torch.nn.Module) -> list[torch.Tensor]:
 
 
 class Weights:
-    """Marks every sharded parameter of a wrapped model, and this rank's part of it.
+    """Marks every parameter of a wrapped model, and of the sharded ones this rank's part.
 
     Those that are registered with the modules will not do: inside a pass they may be the unsharded ones.
 
     Args:
-        root: The model; FSDP's parameters in it are looked for once, when they are to be marked first.
+        root: The model; its parameters are looked for once, when they are to be marked first.
     """
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = root
-        self._shards: list[torch.Tensor] = []
+        self._parts: list[torch.Tensor] = []
 
     def __call__(self) -> Marks:
-        sharded = [param.sharded_param for param in self._params]
-        shards = [parameter._local_tensor for parameter in sharded]
-        if any(map(is_not, shards, self._shards)) or len(shards) != len(self._shards):  # FSDP puts others in place
-            self._shards, self._samples = shards, sampled(shards)
-        return Marks((*sharded, *shards), self._samples)
+        whole = self._whole()
+        parts = [*(one._local_tensor for one in whole[: len(self._params)]), *self._others]
+        if any(map(is_not, parts, self._parts)) or len(parts) != len(self._parts):  # FSDP puts others in place
+            self._parts, self._samples = parts, sampled(parts)
+        return Marks((*whole, *parts), self._samples, self._whole)
+
+    def _whole(self) -> list[torch.Tensor]:
+        return [*(param.sharded_param for param in self._params), *self._others]
 
     @cached_property
     def _params(self) -> list[Any]:
         return [param for group in param_groups(self._root) for param in group.fsdp_params]
+
+    @cached_property
+    def _others(self) -> list[torch.Tensor]:
+        """Those that FSDP has been told to ignore, or that are in no wrapped module."""
+        known = {id(getattr(param, form, None)) for param in self._params for form in _FORMS}
+        return [one for one in self._root.parameters() if id(one) not in known]
+
+
+_FORMS = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")  # one of them is registered at a time
 
 
 def meshes(modules: Iterable[torch.nn.Module]) -> list[DeviceMesh]:

@@ -20,7 +20,7 @@ TOUCHED: dict[str, list[str]] = {
     "FSDPState": ["_fsdp_param_groups", "_is_root"],
     "FSDPParamGroup": ["_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "fsdp_params", "reduce_grads",
                        "mesh_info", "post_forward_mesh_info"],
-    "FSDPParam": ["unsharded_accumulated_grad", "_unsharded_param", "sharded_param"],
+    "FSDPParam": ["unsharded_accumulated_grad", "_unsharded_param", "sharded_param", "_sharded_post_forward_param"],
     "FSDPMeshInfo": ["mesh", "spmd_mesh", *fsdp2.GROUP_ATTRIBUTES],
     "Parameter": ["_post_accumulate_grad_hooks", "_local_tensor"],
 }  # fmt: skip
@@ -101,7 +101,7 @@ def test_the_last_reduction_is_hooked_between_its_two_halves(bare: bool, facts: 
 
 @pytest.mark.parametrize("write", jobs_fsdp2.WRITES)
 def test_a_write_to_the_weights_is_noticed(write: str, facts: dict[str, Any]) -> None:
-    """Also one that torch does not count, of a list operation or through ``.data``."""
+    """Also one that torch does not count, of a list operation or through ``.data``, and one that puts others in place."""
     assert not facts["writes"][f"before {write}"]
     assert facts["writes"][write]
 
