@@ -23,14 +23,14 @@ from lightning_accelpact.callback import GoodputCallback
 from lightning_accelpact.goodput.ledger import TimeClass
 from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
 from lightning_accelpact.metric_sync import MetricSync
-from lightning_accelpact.participants import Attributes, owner_of
+from lightning_accelpact.participants import Attributes, Metrics, modules_with_attributes, owner_of
 from lightning_accelpact.position import Position, choose_checkpoint, obstacle
 from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPlan
 from lightning_accelpact.recovery.options import RecoveryOptions
 from lightning_accelpact.recovery.update import UpdateRunner
-from lightning_accelpact.recovery.window import Window
+from lightning_accelpact.recovery.window import Buffers, Modes, Parameters, Window
 from lightning_accelpact.restart import Restart, checked_resume, read_position
 
 T = TypeVar("T")
@@ -52,15 +52,29 @@ class ResilientTraining(ResilientHSDP):
         self._update: UpdateRunner | None = None
         self._evaluation: Window | None = None
         self._tracked: list[Any] = []
+        self._tracked_modules = torch.nn.ModuleList()
 
     def track(self, *objects: Any) -> None:
         """Set these back, too, when an update or an evaluation step runs again; the module's own attributes are anyway.
 
         Args:
             objects: Objects of other classes (their attributes: numbers, texts, tensors, generators, and lists, sets and
-                dictionaries of them), or random generators. To be given before the updates that change them.
+                dictionaries of them), random generators, or modules that are no part of the trained one (their
+                parameters, which are copied for every micro-batch, buffers, metrics and attributes). To be given before
+                the updates that change them.
         """
-        self._tracked += map(owner_of, objects)
+        for one in objects:
+            if isinstance(one, torch.nn.Module):
+                self._tracked_modules.append(one)
+                self._tracked += modules_with_attributes(one)
+            else:
+                self._tracked.append(owner_of(one))
+
+    def _include_tracked(self, window: Window) -> None:
+        modules = self._tracked_modules
+        tracked = (Attributes(self._tracked), Parameters(modules), Buffers(modules), Modes(modules), Metrics(modules))
+        for participant in tracked:
+            window.include(participant)
 
     # -- set-up
 
@@ -127,7 +141,7 @@ class ResilientTraining(ResilientHSDP):
         self.runtime.protect(self.model)
         self.runtime.align_replicas(self.model)
         self._evaluation = loop.evaluation_window(trainer)
-        self._evaluation.include(Attributes(self._tracked))
+        self._include_tracked(self._evaluation)
         for metric in loop.metrics(self.model):
             if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, MetricSync):  # perhaps of an earlier run
                 metric.dist_sync_fn = MetricSync(self.operations)
@@ -157,7 +171,7 @@ class ResilientTraining(ResilientHSDP):
             if self._manual == "update":
                 self._update = self.runtime.update_runner(window, self._drop_gradients)
         loop.guard_steps(self.precision_plugin, self._update or self.machine)
-        window.include(Attributes(self._tracked))
+        self._include_tracked(window)
         self.runtime.guard_updates(window)
 
     def _drop_gradients(self) -> None:

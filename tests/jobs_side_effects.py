@@ -80,6 +80,41 @@ class FollowerOfAll(Follower):
         return Regressor.training_step(self, batch, batch_idx)
 
 
+class Taught(Regressor):
+    """Has a teacher that follows it, beside the model."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.beside = [torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))]
+
+    def on_fit_start(self) -> None:
+        self.trainer.strategy.track(*self.beside)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for parameter in self.beside[0].parameters():
+                parameter.lerp_(loss, 0.5)
+        return loss * self.beside[0](loss.detach().expand(2, 1)).sum().detach().abs()
+
+
+class Scaling(Regressor):
+    """Scales its batch in a way that torch does not count as a write."""
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        batch[0].numpy()[:] *= 1.5
+        return super().training_step(batch, batch_idx)
+
+
+class Replacing(Follower):
+    """Its first block gets new parameters."""
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        state = self.blocks[0].state_dict()
+        self.blocks[0].load_state_dict({name: value * 0.9 for name, value in state.items()}, assign=True)
+        return Regressor.training_step(self, batch, batch_idx)
+
+
 def fit(module: type[Regressor], faults: list[str], uncommitted: str) -> dict[str, Any]:
     """Train a few updates; says where the model ended and how it was repaired."""
     pl.seed_everything(11, workers=True, verbose=False)

@@ -252,7 +252,7 @@ class Collective:
     options: Any
     waited: bool
 
-    bulky: ClassVar[bool] = False  # whether its inputs are larger than the outputs that it is given
+    bulky: ClassVar[bool] = False  # whether it reads much more than it writes
 
     def begin(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> dist.Work:
         """Put it on its way, with this group and these tensors in the place of its own."""
@@ -276,6 +276,11 @@ class Collective:
     def registered(self) -> bool:
         """Whether torch knows a group of this name: this one, or the one that has taken its place."""
         return self.group in _registered or self.group.group_name in distributed_c10d._world.pg_names.values()
+
+    @property
+    def dense(self) -> bool:
+        """Whether its inputs are ordinary tensors, which can be copied into memory of a given size; on all ranks alike."""
+        return all(tensor.layout is torch.strided for tensor in self.inputs)
 
     def run(self) -> Any:
         """Run it on the group that bears the name now."""
@@ -372,7 +377,6 @@ class _Functional(Collective):
     """One that gives its result back, and no work."""
 
     __slots__ = ()
-    bulky: ClassVar[bool] = True  # it writes to nothing that it is given
     name: ClassVar[str]
 
     def finish(self, group: dist.ProcessGroup, outputs: Tensors, inputs: Tensors) -> torch.Tensor:

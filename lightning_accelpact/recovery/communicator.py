@@ -28,6 +28,8 @@ _LOOK_S = 0.0002
 _COMMUNICATION_ERROR = re.compile(
     r"gloo|nccl|connection|socket|broken pipe|timed out|communicator|process group", re.IGNORECASE
 )
+# What torch's and Gloo's own checks of a call say, with the same words in it
+_WRONG_CALL = re.compile(r"Check failed: |invalid tensor |enforce fail at \S*/gloo/\w+\.cc")
 
 
 class CommunicatorLost(RuntimeError):
@@ -37,11 +39,12 @@ class CommunicatorLost(RuntimeError):
 def is_communication_error(error: BaseException) -> bool:
     """Whether an exception that came out of a collective says that communication failed.
 
-    Gloo raises plain ``RuntimeError``, so its message has to decide.
+    Gloo raises plain ``RuntimeError``, so its message has to decide. A call with tensors that do not fit is none.
     """
     if isinstance(error, (CommunicatorLost, dist.DistError)):
         return True
-    return isinstance(error, RuntimeError) and bool(_COMMUNICATION_ERROR.search(str(error)))
+    said = str(error)
+    return isinstance(error, RuntimeError) and bool(_COMMUNICATION_ERROR.search(said)) and not _WRONG_CALL.search(said)
 
 
 class Links(Protocol):

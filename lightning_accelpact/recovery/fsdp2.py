@@ -173,11 +173,10 @@ class Weights:
     @cached_property
     def _others(self) -> list[torch.Tensor]:
         """Those that FSDP has been told to ignore, or that are in no wrapped module."""
-        known = {id(getattr(param, form, None)) for param in self._params for form in _FORMS}
-        return [one for one in self._root.parameters() if id(one) not in known]
-
-
-_FORMS = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")  # one of them is registered at a time
+        # One of the two is registered at a time
+        sharded = {id(param.sharded_param) for param in self._params}
+        unsharded = {id(getattr(param, "_unsharded_param", None)) for param in self._params}
+        return [one for one in self._root.parameters() if id(one) not in sharded | unsharded]
 
 
 def meshes(modules: Iterable[torch.nn.Module]) -> list[DeviceMesh]:

@@ -88,8 +88,8 @@ class Retry:
     """Runs the collectives of one rank's training, again if a fault strikes in them.
 
     For backends whose collectives are finished when their call returns; others: :mod:`.streams`. Memory: for each group
-    two copies of the largest all-reduce or all-gather input, and the input of the last reduce-scatter, which is kept and
-    not copied.
+    two copies of its largest input, and the input of the last reduce-scatter of a backward pass. That one is large, and
+    the wrapper's own, so it is kept as it is; elsewhere users may write to it in ways that torch does not count.
 
     Args:
         repairs: Repairs the communicators.
@@ -123,7 +123,7 @@ class Retry:
 
     def _is_ours(self, collective: Collective) -> bool:
         here = threading.get_ident() == self._thread
-        return here and self._repairs.collectives_count and collective.registered
+        return here and self._repairs.collectives_count and collective.registered and collective.dense
 
     def _attempt(self, flight: Flight) -> None:
         try:
@@ -161,7 +161,7 @@ class Retry:
         inputs = collective.inputs
         if not inputs:
             return Kept(collective, inputs)
-        if collective.bulky and not any(tensor.is_inference() for tensor in inputs):
+        if collective.bulky and self._repairs.reducing and not any(tensor.is_inference() for tensor in inputs):
             return Watched(collective, [tensor.detach() for tensor in inputs])
         return Kept(collective, member.shelf.copy(inputs, member.finished % 2))
 

@@ -90,6 +90,26 @@ class Buffers:
                 overwrite(buffer, copy)
 
 
+class Parameters:
+    """The parameters of modules that are no part of the model, such as those of a teacher beside it.
+
+    Args:
+        root: What holds these modules.
+    """
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+
+    def capture(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(the parameter itself, its copy)."""
+        return [(parameter, parameter.detach().clone()) for parameter in self._root.parameters()]
+
+    def restore(self, state: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Write the copies back."""
+        for parameter, copy in state:
+            overwrite(parameter, copy)
+
+
 class Modes:
     """What a step may switch for a while and a fault would leave switched: training mode, and which parameters train.
 

@@ -173,6 +173,11 @@ def test_what_cannot_be_waited_for_in_slices_is_waited_for_in_a_thread() -> None
     assert facts["interrupted"] == ("DistBackendError", "the collective was interrupted: its links are down")
 
 
+def test_inputs_of_functional_collectives_are_copied() -> None:
+    """A shard of a DTensor is written to without a count of its own when the DTensor is."""
+    assert not any(kind.bulky for kind in c10d._FUNCTIONS.values())
+
+
 def test_what_is_made_divisible_has_the_bits_of_torchs_own() -> None:
     for facts in values(run_ranks(jobs_recovery.divisible, 3)):
         assert facts["same"] == [True] * 19

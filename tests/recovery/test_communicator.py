@@ -53,6 +53,9 @@ OTHER: list[BaseException] = [
     ValueError("connection string is empty"),
     ConnectionError("Connection refused"),  # the user's own traffic: collectives raise no OSError
     KeyError("gloo"),
+    RuntimeError("[rank0]:[F1201 ProcessGroupGloo.cpp:1537] Check failed: outputShape[0] * worldSize == inputShape[0]"),
+    RuntimeError("ProcessGroupGloo::allgather: invalid tensor size at index 0 (expected (8, 3), got (6))"),
+    RuntimeError("[enforce fail at /pytorch/third_party/gloo/gloo/alltoall.cc:30] in->size == out->size. "),
     KeyboardInterrupt(),
     SystemExit("nccl"),
 ]  # fmt: skip

@@ -143,6 +143,37 @@ def test_refilling_keeps_the_content_apart() -> None:
     assert kept == [1, 2]
 
 
+UNCOUNTED: dict[str, Callable[[torch.Tensor], object]] = {
+    "through its data": lambda tensor: tensor.data.mul_(2),
+    "other data": lambda tensor: setattr(tensor, "data", tensor.data * 2),
+    "data of another shape": lambda tensor: setattr(tensor, "data", tensor.data[:1]),
+    "by NumPy": lambda tensor: np.multiply(tensor.numpy(), 2, out=tensor.numpy()),
+}
+
+
+@pytest.mark.parametrize("write", UNCOUNTED.values(), ids=UNCOUNTED)
+@pytest.mark.parametrize("shape", [(7,), (2, 3), (8, 9, 10, 11)])
+def test_a_write_that_torch_does_not_count_is_noticed(write: Callable[[torch.Tensor], object], shape: tuple) -> None:
+    tensor = torch.full(shape, 3.0)
+    contents = Contents.of({"a": [tensor]})
+    assert not contents.overwritten
+    write(tensor)
+    assert contents.overwritten
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.0), torch.empty(0), torch.tensor([float("nan")]), torch.tensor([True]), torch.eye(2).to_sparse(),
+        torch.ones(2, device="meta"), torch.ones(1).expand(4), torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(2, 3).t(), torch.ones(2, requires_grad=True), torch.ones(2, dtype=torch.bfloat16),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_a_tensor_that_nobody_has_written_to(tensor: torch.Tensor) -> None:
+    assert not Contents.of(tensor).overwritten
+
+
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("now", [False, True])
 def test_a_tensor_is_overwritten_in_whatever_mode_it_was_made(made: bool, now: bool) -> None:
@@ -151,6 +182,12 @@ def test_a_tensor_is_overwritten_in_whatever_mode_it_was_made(made: bool, now: b
     with torch.inference_mode(now):
         assert overwrite(tensor, torch.ones(2)) is tensor
     assert tensor.tolist() == [1, 1]
+
+
+def test_an_expanded_tensor_is_overwritten() -> None:
+    tensor = torch.zeros(2, 1).expand(2, 3)
+    overwrite(tensor, torch.tensor([[1.0] * 3, [2.0] * 3]))
+    assert tensor.tolist() == [[1] * 3, [2] * 3]
 
 
 def test_a_parameter_is_overwritten_without_a_gradient() -> None:

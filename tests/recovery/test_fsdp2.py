@@ -20,7 +20,7 @@ TOUCHED: dict[str, list[str]] = {
     "FSDPState": ["_fsdp_param_groups", "_is_root"],
     "FSDPParamGroup": ["_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "fsdp_params", "reduce_grads",
                        "mesh_info", "post_forward_mesh_info"],
-    "FSDPParam": ["unsharded_accumulated_grad", "_unsharded_param", "sharded_param", "_sharded_post_forward_param"],
+    "FSDPParam": ["unsharded_accumulated_grad", "_unsharded_param", "sharded_param"],
     "FSDPMeshInfo": ["mesh", "spmd_mesh", *fsdp2.GROUP_ATTRIBUTES],
     "Parameter": ["_post_accumulate_grad_hooks", "_local_tensor"],
 }  # fmt: skip

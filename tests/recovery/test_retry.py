@@ -24,6 +24,7 @@ class Repairs:
 
     def __init__(self) -> None:
         self.collectives_count = True
+        self.reducing = True
         self.joined = 0
         self.repairs: list[BaseException] = []
         self.during: Callable[[], None] = lambda: None
@@ -51,7 +52,7 @@ class Collective:
         self.outputs = inputs if outputs is None else outputs
         self.in_place = outputs is None
         self.bulky = sum(tensor.numel() for tensor in self.inputs) > sum(tensor.numel() for tensor in self.outputs)
-        self.registered = self.waited = True
+        self.registered = self.waited = self.dense = True
         self.failures = failures
         self.calls: list[list[torch.Tensor]] = []
 
@@ -141,7 +142,7 @@ def test_the_copy_outlives_one_more_collective(retry: Retry) -> None:
 
 
 def test_a_large_input_is_kept_as_it_is_and_a_write_to_it_is_noticed(retry: Retry) -> None:
-    """As of a reduce-scatter."""
+    """As of a reduce-scatter in a backward pass."""
     source = torch.arange(4.0)
     collective = Collective([source], [torch.zeros(2)])
     retry.run(collective)
@@ -149,6 +150,45 @@ def test_a_large_input_is_kept_as_it_is_and_a_write_to_it_is_noticed(retry: Retr
     assert report(retry).kept
     source.add_(1)
     assert not report(retry).kept
+
+
+def test_outside_of_a_backward_pass_a_large_input_is_copied_too(retry: Retry) -> None:
+    """It is the user's, who may write to it behind torch's back."""
+    retry._repairs.reducing = False
+    source = torch.arange(4.0)
+    collective = Collective([source], [torch.zeros(2)])
+    retry.run(collective)
+    source.numpy()[:] = 7
+    retry.serve({"a": range(1, 2)})
+    assert collective.calls[-1][0].tolist() == [0, 1, 2, 3]
+
+
+def test_an_expanded_tensor_is_brought_back(retry: Retry) -> None:
+    tensor = torch.ones(1, 3).expand(2, 3)
+    collective = Collective([tensor], failures=1)
+    collective.finish = _failing_once(collective)
+    retry.run(collective)
+    assert tensor.tolist() == [[2] * 3] * 2
+
+
+def _failing_once(collective: Collective) -> Callable[..., str]:
+    failures = [CommunicatorLost("broken")]
+
+    def finish(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
+        inputs[0][:1].add_(1)
+        if failures:
+            raise failures.pop()
+        return "done"
+
+    return finish
+
+
+def test_one_that_cannot_be_copied_is_left_alone(retry: Retry) -> None:
+    """Such as that of a sparse tensor, on all ranks alike."""
+    collective = Collective([torch.eye(2).to_sparse()])
+    collective.dense, collective.plain = False, lambda: "plain"
+    assert retry.run(collective) == "plain"
+    assert retry.report() == {}
 
 
 def test_a_small_input_is_copied_so_that_it_may_change(retry: Retry) -> None:

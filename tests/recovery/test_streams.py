@@ -95,7 +95,7 @@ class Collective:
         self.group = SimpleNamespace(group_name="a", count=0)
         self.inputs = [tensor]
         self.outputs = self.inputs if in_place else [tensor.clone()]
-        self.in_place, self.waited, self.registered, self.bulky = in_place, waited, True, False
+        self.in_place, self.waited, self.registered, self.dense, self.bulky = in_place, waited, True, True, False
         self.runs = 0
 
     def finish(self, group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
