@@ -29,7 +29,15 @@ class Guarding(Alternation):
 
     Plain is Lightning's own optimization loop in the place of the one with a window, no commit vote, and torch's own
     collectives and waits for them. What the strategy does once per run, such as its sleeping monitor thread, stays.
+
+    Args:
+        blocks: When to switch.
+        boundary: Switch only the window and the vote; collectives are torch's own throughout.
     """
+
+    def __init__(self, blocks: Blocks, boundary: bool) -> None:
+        super().__init__(blocks)
+        self._boundary = boundary
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep both forms of what is switched."""
@@ -37,7 +45,8 @@ class Guarding(Alternation):
         plain = _AutomaticOptimization(trainer)
         plain.optim_progress = windowed.optim_progress
         self._loops = {True: windowed, False: plain}
-        self._collectives = {True: c10d.replaceable(), False: _PLAIN_COLLECTIVES}
+        guarded = _PLAIN_COLLECTIVES if self._boundary else c10d.replaceable()
+        self._collectives = {True: guarded, False: _PLAIN_COLLECTIVES}
 
     def switch(self, trainer: pl.Trainer, with_it: bool) -> None:
         trainer.fit_loop.epoch_loop.automatic_optimization = self._loops[with_it]
@@ -46,20 +55,20 @@ class Guarding(Alternation):
             setattr(holder, name, function)
 
 
-def train(workload: Workload, blocks: Blocks) -> list[tuple[float, float]]:
+def train(workload: Workload, blocks: Blocks, boundary: bool) -> list[tuple[float, float]]:
     """The job of one rank: wall clock and process CPU time (seconds) at each end of a block."""
-    alternation = Guarding(blocks)
+    alternation = Guarding(blocks, boundary)
     fit(workload, callbacks=[alternation])
     return alternation.clocks
 
 
-def measure(*, ranks: int, layers: int, width: int, pairs: int, block: int) -> dict[str, Any]:
+def measure(*, ranks: int, layers: int, width: int, pairs: int, block: int, boundary: bool = False) -> dict[str, Any]:
     """Train in alternating blocks and compare them; medians over the pairs."""
     blocks = Blocks(pairs=pairs, length=block)
-    clocks = run_ranks(train, ranks, Workload(updates=blocks.updates, layers=layers, width=width), blocks)
+    clocks = run_ranks(train, ranks, Workload(updates=blocks.updates, layers=layers, width=width), blocks, boundary)
     figures = paired.compared(blocks, clocks)
     shares = {name: round(figures["added_wall_ms"] / length, 7) for name, length in _UPDATE_LENGTHS.items()}
-    return {**figures, **shares, "ranks": ranks, "layers": layers, "width": width}
+    return {**figures, **shares, "ranks": ranks, "layers": layers, "width": width, "boundary": boundary}
 
 
 def render(figures: dict[str, Any]) -> Table:
@@ -77,6 +86,7 @@ def render(figures: dict[str, Any]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = arguments_of("guard_overhead", __doc__, layers=8, width=64)
+    parser.add_argument("--boundary", action="store_true", help="the window and the vote alone, without collectives")
     return paired.run_benchmark(parser, arguments, measure, render)
 
 

@@ -110,9 +110,9 @@ class UserRun:
         """Set these back, too, when an update or an evaluation step runs again; modules that were set up are anyway.
 
         Args:
-            objects: torchmetrics, modules (their metrics, buffers and plain attributes), or objects of other classes
-                (their attributes: numbers, texts, tensors, generators, and lists, sets and dictionaries of them), or
-                random generators.
+            objects: torchmetrics, modules (their metrics, buffers and plain attributes; an update that writes to their
+                parameters, as to those of the model, cannot run again), or objects of other classes (their attributes:
+                numbers, texts, tensors, generators, and lists, sets and dictionaries of them), or random generators.
         """
         for one in objects:
             if not isinstance(one, torch.nn.Module):

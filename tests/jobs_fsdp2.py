@@ -43,13 +43,18 @@ class Net(nn.Module):
 
 
 def sharded(mesh: DeviceMesh, layers: int = 3, *, bare: bool = False, ignoring: bool = False) -> Net:
-    """The net, with the same weights everywhere, sharded block by block; with a frozen layer that is left alone, or none."""
+    """The net, with the same weights everywhere, sharded block by block; ``ignoring`` two frozen layers, of which one has no counters."""
     torch.manual_seed(0)
     net = Net(layers, bare=bare)
-    net.ignored = nn.Linear(8, 8).requires_grad_(False) if ignoring else nn.Identity()
+    ignored: set[nn.Parameter] = set()
+    if ignoring:
+        net.ignored = nn.Linear(8, 8).requires_grad_(False)
+        with torch.inference_mode():
+            net.unmarkable = nn.Linear(8, 8).requires_grad_(False)
+        ignored.update(net.ignored.parameters(), net.unmarkable.parameters())
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh, ignored_params=set(net.ignored.parameters()))
+    return fully_shard(net, mesh=mesh, ignored_params=ignored)
 
 
 def hsdp() -> DeviceMesh:

@@ -140,7 +140,7 @@ def overwrite(tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
     """Replace what a tensor holds, also where a validation has left it, in inference mode."""
     inference = tensor.is_inference() or torch.is_inference_mode_enabled()
     with torch.inference_mode(inference), torch.no_grad():  # in this order: leaving inference mode turns gradients on
-        if 0 in tensor.stride():  # expanded: a value that stands for many is written once
+        if tensor.layout is torch.strided and 0 in tensor.stride():  # expanded: a value stands for many, and is written once
             once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
             tensor[once].copy_(content[once])
             return tensor

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_accelpact.recovery.contents import Marks, sampled
 from lightning_accelpact.recovery.modules import walk
@@ -158,7 +159,7 @@ class Weights:
 
     def __call__(self) -> Marks:
         whole = self._whole()
-        parts = [*(one._local_tensor for one in whole[: len(self._params)]), *self._others]
+        parts = [getattr(one, "_local_tensor", one) for one in whole]
         if any(map(is_not, parts, self._parts)) or len(parts) != len(self._parts):  # FSDP puts others in place
             self._parts, self._samples = parts, sampled(parts)
         return Marks((*whole, *parts), self._samples, self._whole)
@@ -176,7 +177,8 @@ class Weights:
         # One of the two is registered at a time
         sharded = {id(param.sharded_param) for param in self._params}
         unsharded = {id(getattr(param, "_unsharded_param", None)) for param in self._params}
-        return [one for one in self._root.parameters() if id(one) not in sharded | unsharded]
+        rest = [one for one in self._root.parameters() if id(one) not in sharded | unsharded]
+        return [one for one in rest if not (is_lazy(one) or one.is_inference())]  # which cannot be marked
 
 
 def meshes(modules: Iterable[torch.nn.Module]) -> list[DeviceMesh]:

@@ -42,8 +42,8 @@ def repair_figures() -> dict[str, Any]:
     return figures("repair", "--layers", "2", "--faults", "2")
 
 
-def overhead_figures() -> dict[str, Any]:
-    return figures("guard_overhead", "--layers", "2", "--pairs", "2", "--block", "2")
+def overhead_figures(*arguments: str) -> dict[str, Any]:
+    return figures("guard_overhead", "--layers", "2", "--pairs", "2", "--block", "2", *arguments)
 
 
 def retention_figures() -> dict[str, Any]:
@@ -144,9 +144,10 @@ def test_references_grow_with_the_layers() -> None:
     assert larger["references"] - repair_figures()["references"] == 2 * 2
 
 
-def test_guard_overhead() -> None:
-    found = overhead_figures()
-    assert (found["pairs"], found["block"], found["ranks"]) == (2, 2, 4)
+@pytest.mark.parametrize("arguments", [(), ("--boundary",)])
+def test_guard_overhead(arguments: tuple[str, ...]) -> None:
+    found = overhead_figures(*arguments)
+    assert (found["pairs"], found["block"], found["ranks"], found["boundary"]) == (2, 2, 4, bool(arguments))
     assert found["plain_update_ms"] > 0
     for name in ("added_wall_ms", "added_cpu_ms"):
         low, high = found["ranges"][name]

@@ -190,6 +190,12 @@ def test_an_expanded_tensor_is_overwritten() -> None:
     assert tensor.tolist() == [[1] * 3, [2] * 3]
 
 
+def test_a_sparse_tensor_is_overwritten() -> None:
+    tensor = torch.eye(2).to_sparse()
+    overwrite(tensor, torch.ones(2, 2).to_sparse())
+    assert tensor.to_dense().tolist() == [[1, 1], [1, 1]]
+
+
 def test_a_parameter_is_overwritten_without_a_gradient() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     overwrite(parameter, torch.ones(2))
