@@ -22,13 +22,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_accelpact.participants import Attributes, LoggedValues, Metrics, Options, modules_with_attributes
+from lightning_accelpact.participants import LoggedValues, Options, modules_with_attributes, of_modules
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.contents import Marks
 from lightning_accelpact.recovery.fault import FaultPoint
 from lightning_accelpact.recovery.machine import RepairMachine
 from lightning_accelpact.recovery.update import UpdateRunner, until_it_has_run
-from lightning_accelpact.recovery.window import Buffers, MicroBatch, Modes, Participant, Window
+from lightning_accelpact.recovery.window import MicroBatch, Participant, Window
 
 T = TypeVar("T")
 
@@ -206,8 +206,7 @@ def _participants(trainer: pl.Trainer, results: Callable[[], dict[str, Metric]])
     callbacks = [callback for callback in trainer.callbacks if _acts_inside_an_update(callback)]
     schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
     owners = [*modules_with_attributes(module), *callbacks, *schedulers]
-    options = Options(lambda: trainer.strategy.optimizers)
-    return [LoggedValues(results), Metrics(module), Attributes(owners), options, Buffers(module), Modes(module)]
+    return [LoggedValues(results), Options(lambda: trainer.strategy.optimizers), *of_modules(module, owners)]
 
 
 _INNER_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")

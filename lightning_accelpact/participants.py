@@ -18,6 +18,7 @@ from lightning_accelpact.recovery.contents import is_array, overwrite, refill
 from lightning_accelpact.recovery.generators import GeneratorState
 from lightning_accelpact.recovery.held import Held, as_written
 from lightning_accelpact.recovery.modules import walk
+from lightning_accelpact.recovery.window import Buffers, Modes, Participant
 
 
 class LoggedValues:
@@ -97,6 +98,16 @@ class Attributes:
                 del vars(owner)[name]
             for name, (value, kept) in attributes.items():
                 vars(owner)[name] = _refilled(value, kept)
+
+
+def of_modules(root: torch.nn.Module, owners: list[Any]) -> list[Participant]:
+    """What a step changes in modules besides parameters and gradients.
+
+    Args:
+        root: The outermost module.
+        owners: Whose plain attributes.
+    """
+    return [Metrics(root), Attributes(owners), Buffers(root), Modes(root)]
 
 
 def owner_of(tracked: Any) -> Any:

@@ -23,14 +23,14 @@ from lightning_accelpact.callback import GoodputCallback
 from lightning_accelpact.goodput.ledger import TimeClass
 from lightning_accelpact.hsdp import STEP_METHODS, ResilientHSDP, checked_manual
 from lightning_accelpact.metric_sync import MetricSync
-from lightning_accelpact.participants import Attributes, Metrics, modules_with_attributes, owner_of
+from lightning_accelpact.participants import modules_with_attributes, of_modules, owner_of
 from lightning_accelpact.position import Position, choose_checkpoint, obstacle
 from lightning_accelpact.recovery import fsdp2
 from lightning_accelpact.recovery.action import Phase
 from lightning_accelpact.recovery.fault import FaultPlan
 from lightning_accelpact.recovery.options import RecoveryOptions
 from lightning_accelpact.recovery.update import UpdateRunner
-from lightning_accelpact.recovery.window import Buffers, Modes, Parameters, Window
+from lightning_accelpact.recovery.window import Parameters, Window
 from lightning_accelpact.restart import Restart, checked_resume, read_position
 
 T = TypeVar("T")
@@ -72,8 +72,7 @@ class ResilientTraining(ResilientHSDP):
 
     def _include_tracked(self, window: Window) -> None:
         modules = self._tracked_modules
-        tracked = (Attributes(self._tracked), Parameters(modules), Buffers(modules), Modes(modules), Metrics(modules))
-        for participant in tracked:
+        for participant in (Parameters(modules), *of_modules(modules, self._tracked)):
             window.include(participant)
 
     # -- set-up

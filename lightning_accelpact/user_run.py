@@ -21,12 +21,12 @@ from lightning_accelpact.goodput import (
 )
 from lightning_accelpact.goodput.metric import GoodputMetric
 from lightning_accelpact.metric_sync import MetricSync
-from lightning_accelpact.participants import Attributes, Metrics, Options, modules_with_attributes, owner_of
+from lightning_accelpact.participants import Options, modules_with_attributes, of_modules, owner_of
 from lightning_accelpact.recovery import ending, fsdp2
 from lightning_accelpact.recovery.contents import Marks
 from lightning_accelpact.recovery.incident import Incident
 from lightning_accelpact.recovery.runtime import HsdpRuntime
-from lightning_accelpact.recovery.window import Buffers, Modes, Participant, Window
+from lightning_accelpact.recovery.window import Participant, Window
 
 T = TypeVar("T")
 
@@ -75,9 +75,7 @@ class UserRun:
 
     def _participants(self) -> list[Participant]:
         """Capture what a step changes besides gradients, in all that is protected by then."""
-        root = self._protected
-        options = Options(lambda: self.runtime.optimizers())
-        return [Metrics(root), Attributes(self._owners), options, Buffers(root), Modes(root)]
+        return [Options(lambda: self.runtime.optimizers()), *of_modules(self._protected, self._owners)]
 
     def _weights(self) -> Marks:
         """Marks on what the optimizers alone may write to, in all that is protected by then."""

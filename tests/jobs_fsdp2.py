@@ -43,7 +43,14 @@ class Net(nn.Module):
 
 
 def sharded(mesh: DeviceMesh, layers: int = 3, *, bare: bool = False, ignoring: bool = False) -> Net:
-    """The net, with the same weights everywhere, sharded block by block; ``ignoring`` two frozen layers, of which one has no counters."""
+    """The net, with the same weights everywhere, sharded block by block.
+
+    Args:
+        mesh: Two-dimensional.
+        layers: Blocks.
+        bare: Without parameters in the root.
+        ignoring: With two frozen layers that are left alone, of which one is made in inference mode.
+    """
     torch.manual_seed(0)
     net = Net(layers, bare=bare)
     ignored: set[nn.Parameter] = set()

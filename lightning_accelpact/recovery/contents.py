@@ -59,8 +59,7 @@ class Contents:
     @property
     def overwritten(self) -> bool:
         """Whether a tensor has been written to since, so that the contents cannot be set back."""
-        counted = any(tensor._version != version for tensor, version in self.versions)
-        return counted or not all(_same_bits(_grid(tensor), values) for tensor, values in self.values)
+        return _counted(self.versions) or not all(_same_bits(_grid(tensor), values) for tensor, values in self.values)
 
     def restore(self) -> None:
         """Fill every container and array with what it held, in place: others may hold it too."""
@@ -102,12 +101,16 @@ class Marks:
     @property
     def moved(self) -> bool:
         """Whether one of them has been written to or replaced since."""
-        counted = any(tensor._version != version for tensor, version in self._versions)
-        return counted or self._replaced or not all(map(_same_bits, self._look(), self._values))
+        return _counted(self._versions) or self._replaced or not all(map(_same_bits, self._look(), self._values))
 
     @property
     def _replaced(self) -> bool:
         return any(one is not known for one, (known, _) in zip(self._again(), self._versions, strict=False))
+
+
+def _counted(versions: list[tuple[torch.Tensor, int]]) -> bool:
+    """Whether torch has counted a write to one of these tensors since its version was noted."""
+    return any(tensor._version != version for tensor, version in versions)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -165,13 +165,13 @@ def test_outside_of_a_backward_pass_a_large_input_is_copied_too(retry: Retry) ->
 
 def test_an_expanded_tensor_is_brought_back(retry: Retry) -> None:
     tensor = torch.ones(1, 3).expand(2, 3)
-    collective = Collective([tensor], failures=1)
-    collective.finish = _failing_once(collective)
+    collective = Collective([tensor])
+    collective.finish = _failing_once()
     retry.run(collective)
     assert tensor.tolist() == [[2] * 3] * 2
 
 
-def _failing_once(collective: Collective) -> Callable[..., str]:
+def _failing_once() -> Callable[..., str]:
     failures = [CommunicatorLost("broken")]
 
     def finish(group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
