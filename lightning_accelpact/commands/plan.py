@@ -77,7 +77,7 @@ def add_plan(commands: Any) -> None:
     _add_options(parser.add_argument_group("what the methods need"), _ASSUMPTIONS)
     output = parser.add_argument_group("what to do")
     output.add_argument(
-        "--days", type=float, default=100_000.0, help="to simulate each method (default: 100000; 0: none)"
+        "--days", type=float, help="to simulate each method (default: 100000, or a million failures; 0: none)"
     )
     output.add_argument("--seed", type=int, default=0, help="of the simulation (default: 0)")
     output.add_argument("--json", action="store_true", help="print one JSON object")
@@ -118,7 +118,7 @@ def run_plan(options: argparse.Namespace) -> int:
             cascade_share=options.cascade_share,
             domain_share=options.domain_share,
         )
-        if not (math.isfinite(options.days) and options.days >= 0):
+        if options.days is not None and not (math.isfinite(options.days) and options.days >= 0):
             raise ValueError(f"days must be finite and at least 0, got {options.days!r}; 0 leaves the simulation out")
         rows = plan(inputs, simulated_days=options.days, seed=options.seed, arrivals=arrivals)
         files = write_plots(inputs, options.plots) if options.plots else []

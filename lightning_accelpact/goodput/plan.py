@@ -11,7 +11,7 @@ from lightning_accelpact.goodput.method import Method, Outlook, outlook
 from lightning_accelpact.goodput.methods import methods
 from lightning_accelpact.goodput.plan_inputs import PlanInputs
 from lightning_accelpact.goodput.ranges import Range, bounds, likely, over
-from lightning_accelpact.goodput.simulation import Arrivals, Simulation, simulate
+from lightning_accelpact.goodput.simulation import Arrivals, Simulation, enough_days, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,14 @@ def _plain(value: float | Range) -> float | dict[str, float]:
 
 
 def plan(
-    inputs: PlanInputs, *, simulated_days: float = 0.0, seed: int = 0, arrivals: Arrivals | None = None
+    inputs: PlanInputs, *, simulated_days: float | None = 0.0, seed: int = 0, arrivals: Arrivals | None = None
 ) -> list[PlanRow]:
     """Compare the methods, each at its own best checkpoint interval.
 
     Args:
         inputs: The cluster.
-        simulated_days: How long to simulate each method; 0 for not at all.
+        simulated_days: How long to simulate each method; 0 for not at all, None for as long as it takes to tell them
+            apart.
         seed: Of the simulation.
         arrivals: How failures come in the simulation; None as the failures' ``variation`` says.
     """
@@ -85,6 +86,7 @@ def plan(
     how = arrivals or Arrivals(variation=one.failures.variation)
     per_day = likely(one.failures.per_day(one.gpus))
     candidates = methods(inputs)
+    days = enough_days(per_day) if simulated_days is None else simulated_days
     return [
         PlanRow(
             method=method,
@@ -92,9 +94,8 @@ def plan(
             goodput=_goodput(inputs, index),
             break_even=break_even(method, candidates[0], one.failures) if index else None,
             simulation=simulate(
-                method, failures_per_day=per_day, shares=one.failures.shares, days=simulated_days, seed=seed,
-                arrivals=how,
-            ) if simulated_days else None,
+                method, failures_per_day=per_day, shares=one.failures.shares, days=days, seed=seed, arrivals=how,
+            ) if days else None,
         )
         for index, method in enumerate(candidates)
     ]  # fmt: skip

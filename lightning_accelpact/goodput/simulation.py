@@ -15,9 +15,12 @@ from lightning_accelpact.goodput.method import Method, Outlook
 # Histories of the same cluster that are simulated side by side, at most
 _HISTORIES = 1000
 # How much each must hold at least, so that what is under way at its end hardly matters
-_SHORTEST_DAYS = 10.0
 _FEWEST_FAILURES = 50
 _FEWEST_CHECKPOINTS = 100
+_FEWEST_RESTARTS = 50  # as long as the longest
+# What is enough to tell methods apart, and takes a fraction of a second
+_ENOUGH_DAYS = 100_000.0
+_ENOUGH_FAILURES = 1_000_000
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -87,6 +90,11 @@ class Simulation:
     restarts: int
 
 
+def enough_days(failures_per_day: float) -> float:
+    """How many days to simulate: 100,000, or fewer with more than a million failures."""
+    return min(_ENOUGH_DAYS, _ENOUGH_FAILURES / failures_per_day)
+
+
 def simulate(
     method: Method,
     *,
@@ -118,8 +126,9 @@ def simulate(
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be finite and more than 0, got {value!r}")
     tau = method.interval_s(failures_per_day, shares) if interval_s is None else interval_s
-    checkpoints_days = (tau + method.checkpoint_s) / DAY_S * _FEWEST_CHECKPOINTS if math.isfinite(tau) else 0.0
-    shortest_days = max(_SHORTEST_DAYS, _FEWEST_FAILURES / failures_per_day, checkpoints_days)
+    checkpoints_s = (tau + method.checkpoint_s) * _FEWEST_CHECKPOINTS if math.isfinite(tau) else 0.0
+    restarts_s = max(handling.restart_s for handling in method.handling.values()) * _FEWEST_RESTARTS
+    shortest_days = max(_FEWEST_FAILURES / failures_per_day, checkpoints_s / DAY_S, restarts_s / DAY_S)
     count = max(1, min(_HISTORIES, int(days / shortest_days)))
     histories = _Histories(method, shares, arrivals or Arrivals(), tau, days / count * DAY_S, count, seed)
     while histories.step(DAY_S / failures_per_day):
@@ -177,14 +186,15 @@ class _Histories:
         self._restarting &= trained <= 0
         self._now = until
         failed = self._failure < self._horizon
-        self._strike(failed)
+        self._strike(failed, trained)
         return bool(failed.any())
 
-    def _strike(self, failed: Flags) -> None:
+    def _strike(self, failed: Flags, trained: Floats) -> None:
         cls = np.searchsorted(self._limits, self._generator.random(len(failed)), side="right")
         survived = failed & self._survived(cls)
         lost = failed & ~survived
         repeated = np.where(survived, self._generator.uniform(0, 2, len(failed)) * self._repeated_s[cls], 0.0)
+        repeated = np.minimum(repeated, trained)  # since the failure before: what that one cost is lost already
         self._progress -= repeated
         self._wasted += repeated
         usable = np.maximum(np.floor((self._progress - self._method.lag_s) / self._segment), 0.0)

@@ -31,6 +31,7 @@ _LAST_WORDS_S = 10
 _FAREWELL = b"x"
 _LEFT = "left"
 _STOPPED = frozenset("Tt")  # states in /proc/PID/stat: by a signal, by a debugger
+_NAME = "accelpact-guard"  # in `top` and `ps -e`; the kernel keeps 15 characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,29 @@ class Watch:
     world_size: int
     deadline: float
     connect: timedelta
+
+
+class Missing:
+    """Adds up how long something has been missing while somebody looked for it.
+
+    Time in which nobody looked does not count: whoever was starved or stopped, together with its whole machine perhaps, has
+    missed what was there.
+
+    Args:
+        interval: Seconds between two looks; of a longer break twice as much counts.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._longest = 2 * interval
+        self._looked = time.monotonic()
+        self._seconds = 0.0
+
+    def look(self, missing: bool) -> float:
+        """Say what a look has found; returns for how many seconds it has been missing."""
+        now = time.monotonic()
+        self._seconds = self._seconds + min(now - self._looked, self._longest) if missing else 0.0
+        self._looked = now
+        return self._seconds
 
 
 class Sentinel:
@@ -99,6 +123,7 @@ def _stand_guard(watch: Watch, rank: int, farewell: int) -> None:
         # A copy of the rank's connections would keep them open after its end
         os.closerange(3, farewell)
         os.closerange(farewell + 1, os.sysconf("SC_OPEN_MAX"))
+        Path("/proc/self/comm").write_text(_NAME)
         _Guard(watch, rank, farewell).run()
     except (ControlLost, dist.DistError):
         pass  # the ranks' own monitors have lost the store as well, and say so
@@ -118,7 +143,7 @@ class _Guard:
         self._end = os.pidfd_open(rank)
         self._interval = watch.deadline / _BEATS_PER_DEADLINE
         self._control = self._connect()
-        self._stopped_since: float | None = None
+        self._stopped = Missing(self._interval)
 
     def _connect(self) -> ControlPlane:
         watch = self._watch
@@ -152,12 +177,7 @@ class _Guard:
             state = Path(f"/proc/{self._rank}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):  # it has ended just now: the next look says so
             return False
-        now = time.monotonic()
-        if state not in _STOPPED:
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = now
-        return self._stopped_since is not None and now - self._stopped_since > self._watch.deadline - self._interval
+        return self._stopped.look(state in _STOPPED) > self._watch.deadline - self._interval
 
     def _say(self, rank: int, reason: str) -> None:
         self._control.notify(Notice(generation=1, rank=rank, reason=reason, time=time.time(), stop=True))
@@ -175,28 +195,38 @@ class Heartbeats:
         self._control = control
         self._watch = watch
         self._next = (watch.rank + 1) % watch.world_size
-        self._heard = (0, time.monotonic())
+        self._interval = watch.deadline / _BEATS_PER_DEADLINE
+        self._last = 0
+        self._missing = Missing(self._interval)
 
     def run(self, say: Callable[[int, str], None]) -> None:
         """Beat until the sentinel ends; says so once if the next rank falls silent."""
         beat = 0
         with suppress(ControlLost, dist.DistError):
-            while not self._silent():
+            while (silence := self._silence()) <= self._patience():
                 beat += 1
                 self._control.publish(_beat_key(self._watch.rank), str(beat))
-                time.sleep(self._watch.deadline / _BEATS_PER_DEADLINE)
-            silence = time.monotonic() - self._heard[1]
-            say(self._next, f"nothing has been heard of it for {silence:.0f} s: its node or link is gone")
+                time.sleep(self._interval)
+            say(
+                self._next,
+                f"nothing has been heard of its sentinel for {silence:.1f} s (heartbeat_deadline="
+                f"{self._watch.deadline:g} s): its node or link is gone, or {_NAME}, the process beside it, was stopped or"
+                " got no time on a machine too busy; raise heartbeat_deadline then",
+            )
 
-    def _silent(self) -> bool:
-        beat, now = self._control.peek(_beat_key(self._next)) or "0", time.monotonic()
-        last, since = self._heard
-        if beat == _LEFT or int(beat) > last:  # an earlier one has been written again by somebody else
-            self._heard = (last if beat == _LEFT else int(beat), now)
-            return False
-        # The first one comes once its process has found the store
-        patience = self._watch.deadline if last else self._watch.connect.total_seconds() + self._watch.deadline
-        return now - since > patience
+    def _silence(self) -> float:
+        """For how many seconds the next rank's beat has been missing."""
+        beat = self._control.peek(_beat_key(self._next)) or "0"
+        if beat == _LEFT:
+            return self._missing.look(False)
+        fresh = int(beat) > self._last  # an earlier one has been written again by somebody else
+        self._last = max(self._last, int(beat))
+        return self._missing.look(not fresh)
+
+    def _patience(self) -> float:
+        """Seconds; the first beat comes once its process has found the store."""
+        deadline = self._watch.deadline
+        return deadline if self._last else self._watch.connect.total_seconds() + deadline
 
 
 def _beat_key(rank: int) -> str:

@@ -12,7 +12,7 @@ from lightning_accelpact.goodput.method import Handling, Method, outlook
 from lightning_accelpact.goodput.methods import methods
 from lightning_accelpact.goodput.plan_inputs import PlanInputs
 from lightning_accelpact.goodput.presets import LLAMA_3, LLAMA_3_405B
-from lightning_accelpact.goodput.simulation import Arrivals, simulate
+from lightning_accelpact.goodput.simulation import Arrivals, enough_days, simulate
 
 INPUTS = PlanInputs(
     gpus=LLAMA_3_405B.gpus, update_s=LLAMA_3_405B.update_s, state_gb=LLAMA_3_405B.state_gb, checkpoint_gb_s=200.0,
@@ -120,6 +120,20 @@ def test_a_hundred_thousand_days() -> None:
     began = time.process_time()
     simulate(methods(INPUTS)[0], failures_per_day=PER_DAY, shares=LLAMA_3.shares, days=100_000, seed=1)
     assert time.process_time() - began < 60
+
+
+@pytest.mark.parametrize(("per_day", "days"), [(1.0, 100_000), (500.0, 2000)])
+def test_as_many_days_as_a_million_failures_take(per_day: float, days: float) -> None:
+    assert enough_days(per_day) == days
+
+
+@pytest.mark.parametrize("per_day", [500.0, 20_000.0])
+def test_failures_that_come_faster_than_updates_take_no_more_than_there_is(per_day: float) -> None:
+    """Shares are of the time that has passed: none is below 0."""
+    for method in methods(INPUTS):
+        drawn = simulate(method, failures_per_day=per_day, shares=LLAMA_3.shares, days=20, seed=1).outlook
+        assert min(drawn.goodput, drawn.wasted, drawn.down, drawn.checkpoints) >= 0
+        assert drawn.goodput <= outlook(method, failures_per_day=per_day, shares=LLAMA_3.shares).goodput + 0.01
 
 
 @pytest.mark.parametrize(

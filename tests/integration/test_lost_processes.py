@@ -54,7 +54,7 @@ def test_rank_0_serves_the_store_and_takes_it_along(tmp_path: Path) -> None:
     assert seconds_until_the_end(tmp_path, [1, 2, 3]) < HEARTBEAT_DEADLINE
 
 
-@pytest.mark.parametrize("what", ["hold", "slow"])
+@pytest.mark.parametrize("what", ["hold", "slow", "freeze"])
 def test_a_slow_rank_is_waited_for(what: str, tmp_path: Path, reference: Any) -> None:
     results = values(run_ranks(jobs_lost.fit, 4, str(tmp_path), what, 2, OPTIONS, timeout=90))
     for result, wanted in zip(results, reference(**OPTIONS), strict=True):

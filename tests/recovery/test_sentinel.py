@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_accelpact.recovery import sentinel
-from lightning_accelpact.recovery.sentinel import Sentinel, Watch
+from lightning_accelpact.recovery.sentinel import Missing, Sentinel, Watch
 
 
 def standing_guard(monkeypatch: pytest.MonkeyPatch, life: Any) -> Sentinel:
@@ -25,6 +25,18 @@ def standing_guard(monkeypatch: pytest.MonkeyPatch, life: Any) -> Sentinel:
 
     monkeypatch.setattr(sentinel, "_stand_guard", stand_guard)
     return Sentinel(Watch(endpoint=None, rank=0, world_size=1, deadline=1.0, connect=timedelta(seconds=1)))
+
+
+def test_what_nobody_looked_for_has_not_been_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for a minute loses no rank: its listeners stood still, too."""
+    now = 100.0
+    monkeypatch.setattr(sentinel.time, "monotonic", lambda: now)
+    missing = Missing(0.5)
+    seconds = []
+    for passed, found in [(0.5, False), (0.5, True), (0.5, True), (60.0, True), (0.5, True), (0.5, False), (0.5, True)]:
+        now += passed
+        seconds.append(missing.look(found))
+    assert seconds == [0.0, 0.5, 1.0, 2.0, 2.5, 0.0, 0.5]
 
 
 def test_a_rank_leaves_when_its_sentinel_has_heard_the_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
