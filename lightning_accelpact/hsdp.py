@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_accelpact import observer
 from lightning_accelpact.collective import ResilientCollective
 from lightning_accelpact.goodput.ledger import Ledger, TimeClass
 from lightning_accelpact.qualification.short import short_form
@@ -123,6 +124,7 @@ class ResilientHSDP:
             rank_zero_warn(f"accelpact_hsdp: {shape.caveat}")
         self.accelerator.setup_device(self.root_device)
         self.runtime.start(self._place(), redo=redo)
+        self.machine.on_stop = observer.stand_down
         self.collective = ResilientCollective(self.operations)
         self._adopt_groups(shape)
 

@@ -1,12 +1,14 @@
 """A script that a launcher starts: the regressor under the strategy's name, with one rank's links cut on the way.
 
-Usage: python launched.py FOLDER UPDATE RANK: in that update, inside a forward pass, that rank's connections are shut
-down. Each rank writes what it ends with to a file in the folder.
+Usage: python launched.py FOLDER UPDATE RANK [kill]: in that update, inside a forward pass, that rank's connections are
+shut down, or its process is killed. Each rank writes what it ends with to a file in the folder.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,20 +19,23 @@ import lightning.pytorch as pl
 from lightning_accelpact.recovery.digest import state_digest
 
 
-class Cut(pl.Callback):
-    """Shuts this rank's links down, once."""
+class Strike(pl.Callback):
+    """Shuts this rank's links down, once, or kills it."""
 
-    def __init__(self, update: int, rank: int) -> None:
+    def __init__(self, update: int, rank: int, *, kill: bool) -> None:
         self.update = update
         self.rank = rank
+        self.kill = kill
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if (trainer.global_step, trainer.global_rank) == (self.update, self.rank):
             self.rank = -1
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
             assert trainer.strategy.runtime.session.communicators.links.cut() > 0
 
 
-def main(folder: Path, update: int, rank: int) -> None:
+def main(folder: Path, update: int, rank: int, *, kill: bool) -> None:
     pl.seed_everything(11, workers=True, verbose=False)
     module = jobs.Regressor()
     trainer = pl.Trainer(
@@ -43,7 +48,7 @@ def main(folder: Path, update: int, rank: int) -> None:
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[Cut(update, rank)],
+        callbacks=[Strike(update, rank, kill=kill)],
     )
     trainer.fit(module)
     result = {
@@ -56,4 +61,4 @@ def main(folder: Path, update: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), kill=sys.argv[4:] == ["kill"])

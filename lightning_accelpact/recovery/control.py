@@ -317,6 +317,10 @@ class ControlPlane:
         with _answered():
             self.store.set(_wake_key(generation, self.rank), "")
 
+    def say_closed(self) -> None:
+        """Say that this rank needs the store no more."""
+        self.publish(_closed_key(self.rank), "")
+
     def close(self, patience: timedelta) -> None:
         """Leave in good order; the rank that serves the store waits for the others, so that none loses it early.
 
@@ -324,7 +328,7 @@ class ControlPlane:
             patience: How long it waits at the most. Whoever comes later finds no store, and has nothing to leave.
         """
         with suppress(dist.DistError, ControlLost):
-            self.publish(_closed_key(self.rank), "")
+            self.say_closed()
             limit = time.monotonic() + patience.total_seconds()
             while self._server is not None and not self._all_have_left() and time.monotonic() < limit:
                 time.sleep(LOOK_AGAIN_S)

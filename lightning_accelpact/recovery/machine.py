@@ -108,6 +108,7 @@ class RepairMachine:
         self.on_agreed_redo: Callable[[Decision], None] = lambda decision: None  # on every rank, before any on_redo
         self.leave = Leave(control, progress.run)
         self.on_leave: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[], None] = lambda: None  # in the monitor thread: every rank is to fail-stop
         self._operations = 0  # that all ranks have come to
         self.stop = Stop(
             control=control,
@@ -137,6 +138,8 @@ class RepairMachine:
     def on_notice(self, notice: Notice, store: Line) -> None:
         """Take in a peer's notice: end what this rank waits for, and make a blocked collective return."""
         self._inbox.take(notice, store)
+        if notice.stop:
+            self.on_stop()
         if notice.update < 0:
             self._communicators.try_interrupt(before=notice.generation)
         elif self._goes_on:

@@ -159,7 +159,7 @@ class _Guard:
                 # Nobody waits for it any more: it must not wake up and go on by itself
                 os.kill(self._rank, signal.SIGKILL)
                 signal.alarm(_LAST_WORDS_S)
-                return self._say(self._watch.rank, f"its process {self._rank} was stopped for {self._watch.deadline:g} s")
+                return self._obituary(f"its process {self._rank} was stopped for {self._watch.deadline:g} s")
 
     def _rank_has_left(self) -> bool:
         ready, _, _ = select.select([self._farewell, self._end], [], [], self._interval)
@@ -168,7 +168,7 @@ class _Guard:
         if self._farewell in ready and os.read(self._farewell, 1) == _FAREWELL:
             self._control.publish(_beat_key(self._watch.rank), _LEFT)
         elif ready:
-            self._say(self._watch.rank, f"its process {self._rank} has ended without a farewell")
+            self._obituary(f"its process {self._rank} has ended without a farewell")
         return bool(ready)
 
     def _standstill(self) -> bool:
@@ -178,6 +178,11 @@ class _Guard:
         except (FileNotFoundError, ProcessLookupError):  # it has ended just now: the next look says so
             return False
         return self._stopped.look(state in _STOPPED) > self._watch.deadline - self._interval
+
+    def _obituary(self, reason: str) -> None:
+        """Its rank is gone: everybody stops, and the one that serves the store need not wait for it."""
+        self._say(self._watch.rank, reason)
+        self._control.say_closed()
 
     def _say(self, rank: int, reason: str) -> None:
         self._control.notify(Notice(generation=1, rank=rank, reason=reason, time=time.time(), stop=True))

@@ -228,15 +228,20 @@ def test_the_precision_that_lightning_refuses_for_fsdp2_by_name() -> None:
 # -- launchers
 
 
-def launch(folder: Path, command: list[str], update: int, rank: int) -> list[dict[str, Any]]:
-    """Run the script in fresh interpreters; what each of the four ranks ended with."""
+def launch(command: list[str], *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Run the script in fresh interpreters."""
     set_by_launchers = ("LOCAL_RANK", "RANK", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), environment.get("PYTHONPATH", "")])
-    arguments = [str(TESTS / "launched.py"), str(folder), str(update), str(rank)]
-    result = subprocess.run(
-        [sys.executable, *command, *arguments], env=environment, capture_output=True, text=True, timeout=240
+    script = [str(TESTS / "launched.py"), *map(str, arguments)]
+    return subprocess.run(
+        [sys.executable, *command, *script], env=environment, capture_output=True, text=True, timeout=240
     )
+
+
+def launch_to_the_end(folder: Path, command: list[str], update: int, rank: int) -> list[dict[str, Any]]:
+    """What each of the four ranks ended with."""
+    result = launch(command, folder, update, rank)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "goodput" in result.stdout.lower()
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
@@ -250,9 +255,16 @@ def check_launched(ranks: list[dict[str, Any]], launcher: str, reference: Any) -
 
 
 def test_under_lightnings_own_launcher(tmp_path: Path, reference: Any) -> None:
-    check_launched(launch(tmp_path, [], 1, 3), "_SubprocessScriptLauncher", reference)
+    check_launched(launch_to_the_end(tmp_path, [], 1, 3), "_SubprocessScriptLauncher", reference)
+
+
+def test_lightnings_own_launcher_ends_with_the_status_of_a_fail_stop(tmp_path: Path) -> None:
+    """Its observer would kill rank 0, which is the command, soon after another rank has been lost."""
+    result = launch([], tmp_path, 1, 3, "kill")
+    assert result.returncode == FAIL_STOP_EXIT_CODE, result.stdout + result.stderr
+    assert "rank 3 stopped: its process" in result.stderr
 
 
 def test_under_torchrun(tmp_path: Path, reference: Any) -> None:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=4", f"--master-port={free_port()}"]
-    check_launched(launch(tmp_path, torchrun, 1, 0), "NoneType", reference)
+    check_launched(launch_to_the_end(tmp_path, torchrun, 1, 0), "NoneType", reference)
