@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import jobs
 import lightning.pytorch as pl
 
 from lightning_accelpact.recovery.digest import state_digest
+
+_OBSERVED_S = 6.0  # within which Lightning's own launcher looks after the ranks that it has started
 
 
 class Strike(pl.Callback):
@@ -33,6 +36,10 @@ class Strike(pl.Callback):
             if self.kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             assert trainer.strategy.runtime.session.communicators.links.cut() > 0
+
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.kill and trainer.global_rank == 0:
+            time.sleep(_OBSERVED_S)
 
 
 def main(folder: Path, update: int, rank: int, *, kill: bool) -> None:

@@ -149,6 +149,14 @@ def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "holds no goodput-rank<rank>.jsonl: give the folder that was the log_dir" in capsys.readouterr().err
 
 
+def test_a_root_folder_says_where_its_runs_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "accelpact" / "20260101-000000"
+    run.mkdir(parents=True)
+    write(run / "goodput-rank0.jsonl", [rank_record(0, 1)], 0)
+    assert main(["report", str(tmp_path)]) == 1
+    assert f"give one of {run}" in capsys.readouterr().err
+    assert main(["report", str(run)]) == 0
+
 @pytest.mark.parametrize("change", [{"totals": {"unheard_of": 1.0}}, {"totals": 3}, {"time": None}])
 def test_other_version_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]) -> None:
     path = write(tmp_path / "goodput-rank0.jsonl", [rank_record(0, 1)], 0)

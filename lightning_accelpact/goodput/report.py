@@ -316,7 +316,7 @@ def _incident_table(incidents: Iterable[IncidentSummary]) -> RenderableType:
     _add_columns(table, "phase", "action", "outcome", justify="left")
     _add_columns(table, "redone", "in s", "age", justify="right")
     for one in incidents:
-        names = (one.phase, _words(one.action), _words(one.outcome))
+        names = (one.phase.replace("/", "/\n"), _words(one.action), _words(one.outcome))
         redone = (str(one.redone_micro_batches), _seconds(one.redo_s))
         table.add_row(str(one.frontier), _ranges(one.fault_ranks), *names, *redone, str(one.checkpoint_age))
     return _titled("Incidents", table)
@@ -327,7 +327,7 @@ def _repair_table(incidents: Iterable[IncidentSummary]) -> RenderableType:
     table = _table()
     _add_columns(table, "update", *(name.removesuffix("_s") for name in names), justify="right")
     for one in incidents:
-        table.add_row(str(one.frontier), *(f"{getattr(one, name) * 1e3:,.1f}" for name in names))
+        table.add_row(str(one.frontier), *(_milliseconds(getattr(one, name)) for name in names))
     return _titled("Detection and repair in ms, on the slowest rank (total: without detection)", table)
 
 
@@ -381,6 +381,11 @@ def _seconds(seconds: float) -> str:
     if abs(seconds) >= 1000:
         return f"{seconds:,.0f}"
     return "<0.01" if 0 < seconds < 0.005 else f"{seconds:.2f}"
+
+
+def _milliseconds(seconds: float) -> str:
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:,.0f}" if milliseconds >= 1000 else f"{milliseconds:.1f}"
 
 
 def _share(part: float, whole: float) -> str:

@@ -218,10 +218,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Raises:
         OSError: if a file cannot be read.
-        RunError: if a folder or file holds no run, or one of another version.
+        RunError: if a folder or file is not there, holds no run, or one of another version.
     """
     folders: dict[Path, list[Path]] = {}
     for path in paths:
+        if not path.exists():
+            raise RunError(f"{path} does not exist: give the folder that was the log_dir of a run, or files in it")
         files = _files(path) if path.is_dir() else [path]
         known = folders.setdefault(path if path.is_dir() else path.parent, [])
         known += [file for file in files if file not in known]
@@ -233,7 +235,9 @@ def _files(folder: Path) -> list[Path]:
         match[1]: path for path in folder.iterdir() if (match := re.fullmatch(r"goodput-rank(\d+)\.jsonl", path.name))
     }
     if not numbered:
-        raise RunError(f"{folder} holds no goodput-rank<rank>.jsonl: give the folder that was the log_dir of a run")
+        below = sorted({str(path.parent) for path in folder.glob("accelpact/*/goodput-rank*.jsonl")})
+        instead = f"one of {', '.join(below)}" if below else "the folder that was the log_dir of a run"
+        raise RunError(f"{folder} holds no goodput-rank<rank>.jsonl: give {instead}")
     return [numbered[rank] for rank in sorted(numbered, key=int)]
 
 

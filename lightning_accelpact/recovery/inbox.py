@@ -51,7 +51,7 @@ class Inbox:
         self._waiting = (generation, end)  # before the look at the latest notice, so that none slips between
         try:
             if self.generation > generation or self.stop is not None:
-                raise Superseded(f"rank {self.latest.rank} called repair {self.latest.generation}")
+                raise Superseded(f"rank {self.latest.rank} has called repair {self.latest.generation}: {self.latest.reason}")
             yield
         finally:
             self._waiting = None

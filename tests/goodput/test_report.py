@@ -189,10 +189,13 @@ def test_every_class_with_time_has_a_row_and_no_other_has() -> None:
 def worst_case() -> GoodputSummary:
     """Wide cells: long names, large numbers, many ranks."""
     ranks = range(0, 8, 2)
-    wide = dict(frontier=123_456, phase="committed", action="roll_forward", outcome="fail_stop", total_s=12.3456)
+    slow = {name: 12.3456 for name in ("detect_s", "admit_s", "agree_s", "rebuild_s", "validate_s", "total_s")}
+    wide = dict(frontier=123_456, action="roll_forward", outcome="fail_stop", redo_s=1234.5, **slow)
+    phases = ["committed", "validation", "committed", "committed"]
     return summarize(
-        [record(rank, 8, (incident(rank, source="exception", redo_s=1234.5, **wide),)) for rank in ranks]
-    )
+        [record(rank, 8, (incident(rank, source="exception", phase=phase, **wide),))
+         for rank, phase in zip(ranks, phases, strict=True)]
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -201,8 +204,9 @@ def test_no_cell_is_cut_off(width: int) -> None:
     assert max(map(len, output.splitlines())) <= width
     assert "…" not in output
     cells = " ".join(output.split())
-    for cell in ("123456 0,2,4,6 committed roll", "forward", "fail", "stop", "1,234", "12,345.6", "(4 of 8 ranks)"):
+    for cell in ("123456 0,2,4,6 committed/ roll", "validation", "forward", "fail", "stop", "1,234", "(4 of 8 ranks)"):
         assert cell in cells
+    assert "123456 12,346 12,346 12,346 12.0 12,346 0.4 12,346 12,346" in cells
 
 
 def test_an_incident_has_one_row_with_every_duration() -> None:

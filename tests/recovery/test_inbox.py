@@ -33,7 +33,7 @@ def test_which_notice_ends_a_wait_of_generation_5(told: Notice, ends: bool) -> N
         inbox.take(told, STORE)
         assert ended == [STORE] * ends
     if ends:  # and if it came before the wait began
-        with pytest.raises(Superseded, match=f"rank 2 called repair {told.generation}"), inbox.interruptible(5, print):
+        with pytest.raises(Superseded, match=f"rank 2 has called repair {told.generation}"), inbox.interruptible(5, print):
             pytest.fail("waits although it has been told")
 
 
